@@ -122,8 +122,9 @@ def find_problem(config, device, text_bytes):
         if type(value) in (int, float) and not value >= least:
             return f"--{name.replace('_', '-')} {value}: must be {least} or more"
     for path in filter(None, (config.save, config.json, config.trace)):
-        if dist.get_rank() == 0 and not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            return f"{path}: cannot be written; its folder must exist"
+        writable = os.access(os.path.join(os.path.dirname(path), "."), os.W_OK)
+        if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
+            return f"{path}: cannot be written; name a file in a folder that exists"
     if config.device == "cuda" != device.type:
         return "--device cuda: no GPU is visible here; use --device cpu"
     if config.width % config.heads:
@@ -243,7 +244,9 @@ class Ledger(TorchDispatchMode):
             self.result[part], keys = {}, ("measured",) if rows is held else ("calls", "payload", "wire")
             self.say(f"{part} {title:<36}formula    measured")
             for name, (formula, size) in rows.items():
-                row = self.result[part][name] = {key: round(seen[name, key]) for key in keys} | {"formula": size}
+                row = self.result[part][name] = {key: round(seen[name, key]) for key in keys} | {
+                    "formula": size
+                }
                 self.say(f"  {name:<14}{formula:<18}{size / 1e6:>9.2f} MB{row[keys[-1]] / 1e6:>9.2f} MB")
         if self.config.trace:
             self.profiler.stop()
@@ -423,6 +426,18 @@ class DDP(nn.Module):
         return norm
 
 
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument(
+        "--bucket-mb", type=float, help="MiB of gradients in an all-reduce (0: one per parameter)"
+    )
+    parser.add_argument(
+        "--overlap", default=True, action=argparse.BooleanOptionalAction, help="reduce in backward"
+    )
+    return parser.parse_args(arguments)
+
+
 def train(config):
     """Train as the flags say. Returns what --json writes."""
     device, text = set_up(config)
@@ -435,7 +450,7 @@ def train(config):
     ledger = Ledger("ddp", config, device, model)
     for step in range(1, config.steps + 1):
         with ledger if step == 1 else nullcontext():
-            loss = torch.zeros((), device=device)
+            loss = 0
             for i, (inputs, targets) in enumerate(
                 microbatches(config, text, step, device, rank, ranks), start=1
             ):
@@ -460,12 +475,5 @@ def train(config):
 
 
 if __name__ == "__main__":
-    parser = flags()
-    parser.add_argument(
-        "--bucket-mb", type=float, help="MiB of gradients in an all-reduce (0: one per parameter)"
-    )
-    parser.add_argument(
-        "--overlap", default=True, action=argparse.BooleanOptionalAction, help="reduce in backward"
-    )
-    train(parser.parse_args())
+    train(parse())
     dist.destroy_process_group()

@@ -123,8 +123,9 @@ def find_problem(config, device, text_bytes):
         if type(value) in (int, float) and not value >= least:
             return f"--{name.replace('_', '-')} {value}: must be {least} or more"
     for path in filter(None, (config.save, config.json, config.trace)):
-        if dist.get_rank() == 0 and not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            return f"{path}: cannot be written; its folder must exist"
+        writable = os.access(os.path.join(os.path.dirname(path), "."), os.W_OK)
+        if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
+            return f"{path}: cannot be written; name a file in a folder that exists"
     if config.device == "cuda" != device.type:
         return "--device cuda: no GPU is visible here; use --device cpu"
     if config.width % config.heads:
@@ -244,7 +245,9 @@ class Ledger(TorchDispatchMode):
             self.result[part], keys = {}, ("measured",) if rows is held else ("calls", "payload", "wire")
             self.say(f"{part} {title:<36}formula    measured")
             for name, (formula, size) in rows.items():
-                row = self.result[part][name] = {key: round(seen[name, key]) for key in keys} | {"formula": size}
+                row = self.result[part][name] = {key: round(seen[name, key]) for key in keys} | {
+                    "formula": size
+                }
                 self.say(f"  {name:<14}{formula:<18}{size / 1e6:>9.2f} MB{row[keys[-1]] / 1e6:>9.2f} MB")
         if self.config.trace:
             self.profiler.stop()
@@ -296,6 +299,11 @@ def state_dict(model, optimizer):
     return {name: optimizer.masters.get(tensor, tensor).detach() for name, tensor in tensors.items()}
 
 
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    return flags().parse_args(arguments)
+
+
 def train(config):
     """Train as the flags say. Returns what --json writes."""
     device, text = set_up(config)
@@ -308,7 +316,7 @@ def train(config):
     ledger = Ledger("single", config, device, model)
     for step in range(1, config.steps + 1):
         with ledger if step == 1 else nullcontext():
-            loss = torch.zeros((), device=device)
+            loss = 0
             for inputs, targets in microbatches(config, text, step, device):
                 microloss = model(inputs, targets) / config.accum  # gradients add up, and we want their mean
                 microloss.backward()
@@ -325,5 +333,5 @@ def train(config):
 
 
 if __name__ == "__main__":
-    train(flags().parse_args())
+    train(parse())
     dist.destroy_process_group()

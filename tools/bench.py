@@ -1,7 +1,7 @@
 """A lesson beside PyTorch's own module: same weights, same batches, same threads, turn by turn in one run.
 
-    python tools/bench.py --ranks 2 --size small
-    python tools/bench.py --hosts 2 --rate 1gbit --size small    (Linux, root: see tools/hosts.sh)
+python tools/bench.py --ranks 2 --size small
+python tools/bench.py --hosts 2 --rate 1gbit --size small    (Linux, root: see tools/hosts.sh)
 """
 
 import argparse
@@ -44,17 +44,19 @@ class Contender:
         if isinstance(self.wrapped, lesson.DDP):
             self.wrapped.clip_grad_norm_(self.config.clip)
         else:
-          torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def time(self, batches, steps):
         dist.barrier()
-        if self.device.type == "cuda": torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(steps):
             self.step(batches)
-        if self.device.type == "cuda": torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
         self.times.append(1e3 * (time.perf_counter() - start) / steps)
 
@@ -65,20 +67,30 @@ def main(config):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     total = 0
     probe = lesson.GPT(config)
-    our_mb = lesson.DDP(probe).buckets and min(max(sum(p.nbytes for p in probe.parameters()) / 8 / MIB, 1), 25)
+    our_mb = lesson.DDP(probe).buckets and min(
+        max(sum(p.nbytes for p in probe.parameters()) / 8 / MIB, 1), 25
+    )
     peers = [("compute alone", lambda m: m), ("ours", lambda m: lesson.DDP(m))]
-    for mb in config.try_mb: peers.append((f"ours {mb:g}", lambda m, mb=mb: lesson.DDP(m, mb)))
-    peers += [("torch DDP", DistributedDataParallel),
-              (f"torch DDP {our_mb:.1f}", lambda m: DistributedDataParallel(m, bucket_cap_mb=our_mb)),
-              (f"torch DDP {our_mb:.1f} view", lambda m: DistributedDataParallel(m, bucket_cap_mb=our_mb, gradient_as_bucket_view=True))]
+    for mb in config.try_mb:
+        peers.append((f"ours {mb:g}", lambda m, mb=mb: lesson.DDP(m, mb)))
+    peers += [
+        ("torch DDP", DistributedDataParallel),
+        (f"torch DDP {our_mb:.1f}", lambda m: DistributedDataParallel(m, bucket_cap_mb=our_mb)),
+        (
+            f"torch DDP {our_mb:.1f} view",
+            lambda m: DistributedDataParallel(m, bucket_cap_mb=our_mb, gradient_as_bucket_view=True),
+        ),
+    ]
     contenders = [Contender(name, config, device, wrap) for name, wrap in peers]
     batches = list(lesson.microbatches(config, text, 1, device, rank, ranks))
     for c in contenders:
-        for _ in range(3): c.step(batches)
+        for _ in range(3):
+            c.step(batches)
     ref = contenders[1].model
     for c in contenders[1:]:
         d = max((a - b).abs().max().item() for a, b in zip(ref.parameters(), c.model.parameters()))
-        if rank == 0: print(c.name, "max weight difference", d)
+        if rank == 0:
+            print(c.name, "max weight difference", d)
     for r in range(config.rounds):
         order = contenders if r % 2 == 0 else contenders[::-1]
         for c in order:
@@ -88,7 +100,9 @@ def main(config):
         ours = base["ours"].times
         for c in contenders:
             ratios = [a / b for a, b in zip(ours, c.times)]
-            print(f"{c.name:<24}{statistics.median(c.times):9.1f} ms   ours/this {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})")
+            print(
+                f"{c.name:<24}{statistics.median(c.times):9.1f} ms   ours/this {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+            )
     dist.destroy_process_group()
 
 

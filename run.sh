@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# ./run.sh                 run every lesson on real text and hold each against single.py, in one table
+# ./run.sh ddp ...         only these
+# ./run.sh test [...]      the tests (what follows goes to pytest)
+# ./run.sh lint            ruff
+#
+# NPROC=2 ./run.sh         ranks (default: the GPUs, or 4 without any)
+# FLAGS="--size small --dtype bf16 --data my_text/" ./run.sh
+set -euo pipefail
+cd "$(dirname "$0")"
+
+LESSONS=(ddp) # in reading order, after single.py; a new lesson is one more word here
+
+say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+
+# A Python that has all the packages of a requirements file: the one on PATH, or .venv, made if need be.
+set_up() {
+    local requirements=$1 probe=$2
+    for python in .venv/bin/python python3 python; do
+        if command -v "$python" >/dev/null && "$python" -c "$probe" 2>/dev/null; then return; fi
+    done
+    say "Setting up .venv from $requirements (once) ..."
+    [ -x .venv/bin/python ] || python3 -m venv .venv
+    python=.venv/bin/python
+    "$python" -m pip install --quiet --requirement "$requirements"
+}
+
+found() { # Python code that fails unless these packages can be imported; finding is faster than importing
+    echo "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(p) is None for p in '$*'.split()))"
+}
+
+case "${1:-}" in
+test)
+    shift
+    set_up requirements-dev.txt "$(found torch numpy pytest)"
+    exec "$python" -m pytest "$@"
+    ;;
+lint)
+    set_up requirements-dev.txt "$(found ruff)"
+    "$python" -m ruff check .
+    exec "$python" -m ruff format --check .
+    ;;
+esac
+
+set_up requirements.txt "$(found torch numpy)"
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+ranks=${NPROC:-$((gpus > 0 ? gpus : 4))}
+[ $# -gt 0 ] || set -- "${LESSONS[@]}"
+for lesson in "$@"; do
+    lesson=${lesson%.py}
+    case " ${LESSONS[*]} " in
+    *" $lesson "*) ;;
+    *) echo "run.sh: no lesson '$lesson'; choose from: ${LESSONS[*]}" >&2 && exit 2 ;;
+    esac
+done
+
+# The same text, batches and steps for all; FLAGS come last, so they win.
+flags=(--steps 20 --batch $((4 * ranks)) ${FLAGS:-})
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+rm -rf runs
+mkdir -p runs
+
+run() { # NAME COMMAND ...
+    local name=$1
+    shift
+    say "$name: $* ${flags[*]}"
+    "$@" "${flags[@]}" --json "runs/$name.json" --save "runs/$name.pt" || echo "$name: exit code $?"
+}
+
+run single "$python" single.py
+for lesson in "$@"; do
+    lesson=${lesson%.py}
+    run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" "$lesson.py"
+done
+say "Every lesson against single.py"
+exec "$python" tools/compare.py runs "${@%.py}"

@@ -1,0 +1,747 @@
+"""Every promise of the lessons, and for each promise edits that must break it (the mutants, at the end).
+
+A lesson is a row of LESSONS. The checks take the path of a lesson's file, so that they serve for a mutant as well.
+Ranks are processes that live on from test to test: `world(4).run(function, ...)` calls a function on each of four.
+"""
+
+import ast
+import copy
+import dataclasses
+import functools
+import importlib.util
+import io
+import json
+import math
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import nullcontext, redirect_stdout
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent
+TEXT = str(ROOT / "LICENSE")
+TINY = (
+    f"--layers 2 --heads 4 --width 36 --context 16 --steps 3 --data {TEXT}"  # 36: neither 8 nor 16 divides it
+)
+TINY_BUCKETS = " --bucket-mb 0.02"  # so that the tiny model has several
+
+
+@dataclasses.dataclass
+class Lesson:
+    """What the tests need to know of a lesson.
+
+    flags: its own, to make TINY interesting. own_flags: a flag of its own and a bad value, for the table of bad input.
+    sent: {collective: payload in bytes}, from the model's parameter tensors, the bytes of a number and the ranks.
+    """
+
+    name: str
+    worlds: tuple = (1, 2, 3, 4)
+    flags: str = ""
+    bad_flags: tuple = ()
+    max_lines: int = 400
+    sent: object = lambda params, width, ranks: {}
+
+    @property
+    def path(self):
+        return str(ROOT / f"{self.name}.py")
+
+
+LESSONS = [
+    Lesson("single", worlds=(1,)),
+    Lesson(
+        "ddp",
+        flags=TINY_BUCKETS,
+        bad_flags=("--bucket-mb -1", "--bucket-mb nan"),
+        sent=lambda params, width, ranks: {"all-reduce": width * sum(p.numel() + 1 for p in params)},
+    ),
+]
+SINGLE = LESSONS[0].path
+every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+every_parallel_lesson = pytest.mark.parametrize("lesson", LESSONS[1:], ids=lambda lesson: lesson.name)
+
+
+# ---- worlds of processes ----
+
+
+class RankFailed(Exception):
+    """A function raised on a rank, or did not come back in time."""
+
+
+def serve(rank, size, store, pipe):
+    """A rank: runs what comes through the pipe until None comes."""
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+    )
+    for function, arguments in iter(pipe.recv, None):
+        try:
+            with redirect_stdout(io.StringIO()):
+                answer = function(*arguments)
+            pipe.send((True, answer))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class World:
+    """`size` ranks, each a process with its process group over gloo."""
+
+    def __init__(self, size):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "test_all"])
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, f"{self.folder.name}/store", theirs)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, *arguments, timeout=60):
+        """[function(*arguments) of rank 0, of rank 1, ...]. A failure on any rank ends this world."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers, deadline = [None] * len(self.pipes), time.monotonic() + timeout
+        waiting = dict(zip(self.pipes, range(len(self.pipes))))
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(0, deadline - time.monotonic()))
+            for pipe in ready:
+                good, answer = pipe.recv()
+                if not good:
+                    self.kill()
+                    raise RankFailed(f"rank {waiting[pipe]} of {len(self.pipes)}:\n{answer}")
+                answers[waiting.pop(pipe)] = answer
+            if not ready:
+                self.kill()
+                raise RankFailed(f"rank {sorted(waiting.values())} did not come back in {timeout} s")
+        return answers
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+        WORLDS.pop(len(self.processes), None)
+
+
+WORLDS = {}
+
+
+def world(size):
+    """The world of this size, the same one from test to test."""
+    if size not in WORLDS:
+        WORLDS[size] = World(size)
+    return WORLDS[size]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def close_worlds():
+    yield
+    for each in list(WORLDS.values()):
+        for pipe in each.pipes:
+            pipe.send(None)
+        for process in each.processes:
+            process.join(5)
+
+
+def load(path):
+    """The module of a lesson's file."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(path, flags, save=None):
+    """On a rank: what lesson.train() returns."""
+    lesson = load(path)
+    return lesson.train(lesson.parse(flags.split() + (["--save", save] if save else [])))
+
+
+@functools.cache
+def run(path, size, flags):
+    """(result of rank 0, saved weights) of a lesson in a world of this size."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = world(size).run(train, path, flags, f"{folder}/weights.pt")[0]
+        return result, torch.load(f"{folder}/weights.pt")
+
+
+def apart(one, other):
+    """The largest difference between two lists of numbers, or two dicts of tensors."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max((one[key].double() - other[key].double()).abs().max().item() for key in one)
+    return float(np.max(np.abs(np.subtract(one, other))))
+
+
+# ---- the house ----
+
+
+def toy_block(path):
+    text = Path(path).read_text()
+    start, end = (
+        "# ==== toy model: the same lines in every lesson ====\n",
+        "# ==== end of the toy model ====\n",
+    )
+    return text[text.index(start) : text.index(end)]
+
+
+@every_parallel_lesson
+def test_toy_block_is_single_pys_to_the_letter(lesson):
+    assert toy_block(lesson.path) == toy_block(SINGLE)
+
+
+ALLOWED_IMPORTS = {*sys.stdlib_module_names, "torch", "numpy"}
+PEERS = r"DistributedDataParallel|DataParallel|fully_shard|FullyShardedDataParallel|ZeroRedundancyOptimizer"
+PEERS += r"|torch\.distributed\.(fsdp|pipelining|tensor|optim|checkpoint)|torch\.utils\.checkpoint|torch\.nn\.parallel"
+
+
+@every_lesson
+def test_a_lesson_stands_alone_and_borrows_no_peer(lesson):
+    tree = ast.parse(Path(lesson.path).read_text())
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names = [node.module] if isinstance(node, ast.ImportFrom) else names
+        for name in names:
+            assert name.split(".")[0] in ALLOWED_IMPORTS, f"imports {name}"
+        used = " ".join(
+            [*names, ast.unparse(node) if isinstance(node, ast.Attribute) else getattr(node, "id", "")]
+        )
+        assert not re.search(PEERS, used), f"line {node.lineno} uses a peer: {used}"
+
+
+@every_lesson
+def test_a_lesson_is_short_and_its_docstring_has_all_headings_in_order(lesson):
+    text = Path(lesson.path).read_text()
+    assert len(text.splitlines()) <= lesson.max_lines
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 40, f"{node.name} is longer than 40 lines"
+    headings = re.findall(r"^([A-Z][a-z ]+)$", ast.get_docstring(tree), re.M)
+    assert headings == ["Idea", "Holds", "Talks", "Costs", "Run", "Expect", "Left out"]
+    assert "torch.cuda.synchronize" not in text
+
+
+# ---- the same numbers everywhere ----
+
+
+def check_parity(path, flags, size, accum, optim):
+    """fp64, three steps, clipping on: losses and norms within 1e-10 of single.py's, weights within 1e-9."""
+    common = f"{TINY} --batch 36 --dtype fp64 --clip 0.5 --lr 0.01 --accum {accum} --optim {optim}"
+    plain, weights = run(SINGLE, 1, common)
+    result, own = run(path, size, common + flags)
+    assert min(plain["grad_norms"]) > 0.5, "nothing was clipped"
+    assert apart(result["losses"], plain["losses"]) <= 1e-10
+    assert apart(result["grad_norms"], plain["grad_norms"]) <= 1e-10
+    assert apart(own, weights) <= 1e-9
+
+
+@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@every_parallel_lesson
+def test_losses_norms_and_weights_are_single_pys(lesson, size, accum, optim):
+    if size not in lesson.worlds:
+        pytest.skip(f"{lesson.name} does not run on {size} ranks")
+    check_parity(lesson.path, lesson.flags, size, accum, optim)
+
+
+@pytest.mark.parametrize("flags", ["--bucket-mb 0", "--no-overlap", "--no-overlap --bucket-mb 0", "--clip 0"])
+def test_ddp_comes_to_the_same_weights_with_each_idea_turned_off(flags):
+    common = f"{TINY} --batch 36 --dtype fp64 --lr 0.01 --accum 3"
+    _, weights = run(SINGLE, 1, common + (" --clip 0" if "clip" in flags else ""))
+    assert apart(run(LESSONS[1].path, 3, f"{common} {flags}")[1], weights) <= 1e-9
+
+
+@every_parallel_lesson
+def test_fp32_losses_are_single_pys_to_the_last_printed_digit(lesson):
+    common = f"{TINY} --batch 12 --steps 8"
+    plain, _ = run(SINGLE, 1, common)
+    result, _ = run(lesson.path, lesson.worlds[-1], common + lesson.flags)
+    assert [f"{loss:.4f}" for loss in result["losses"]] == [f"{loss:.4f}" for loss in plain["losses"]]
+
+
+@every_lesson
+def test_bf16_steps_fp32_masters(lesson):
+    """A master moves by steps that a bf16 weight is too coarse for; only the rounded weights are bf16."""
+    common = f"{TINY} --batch 12 --lr 1e-5 --dtype bf16"
+    result, weights = run(lesson.path, lesson.worlds[-1], common + lesson.flags)
+    _, before = run(lesson.path, lesson.worlds[-1], common + " --lr 0" + lesson.flags)
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    moved = (weights["blocks.0.up.weight"] - before["blocks.0.up.weight"]).abs()
+    assert 1e-5 < moved.median() < 4e-5  # about three steps of 1e-5 each, where bf16 is 1e-4 coarse
+    assert apart(result["losses"], run(SINGLE, 1, common)[0]["losses"]) < 0.02
+
+
+def test_the_loss_starts_at_chance_and_falls():
+    result, _ = run(SINGLE, 1, "--width 64 --steps 20 --batch 8")
+    assert abs(result["losses"][0] - math.log(256)) < 0.2
+    assert result["losses"][-1] < 4.2
+
+
+@pytest.mark.parametrize(
+    "size, millions",
+    [("toy", 0.83), ("small", 4.84), ("gpt2", 124.44), ("gpt2-xl", 1557.61), ("7.5b", 7502.37)],
+)
+def test_sizes_have_their_published_parameter_counts(size, millions):
+    lesson = load(SINGLE)
+    config = lesson.parse([])
+    for name, value in zip(lesson.SHAPE, lesson.SIZES[size]):
+        setattr(config, name, value)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in lesson.GPT(config).parameters())
+    h, v, s, L = config.width, config.vocab, config.context, config.layers
+    assert count == h * v + s * h + L * (12 * h * h + 13 * h) + 2 * h
+    assert round(count / 1e6, 2) == millions
+    assert config.width % config.heads == 0
+
+
+def test_every_world_draws_the_same_global_batch():
+    lesson, text = load(SINGLE), np.arange(1000).astype(np.uint8)
+    config = lesson.parse("--batch 12 --context 8 --accum 2".split())
+    whole = torch.cat([x for x, _ in lesson.microbatches(config, text, 5, "cpu")])
+    for ranks in (2, 3):
+        parts = [x for r in range(ranks) for x, _ in lesson.microbatches(config, text, 5, "cpu", r, ranks)]
+        assert torch.equal(torch.cat(parts), whole)
+    inputs, targets = next(lesson.microbatches(config, text, 5, "cpu"))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    other = next(lesson.microbatches(config, text, 6, "cpu"))[0]
+    assert not torch.equal(inputs, other)
+
+
+# ---- any module: frozen, tied, unused, nested, odd sizes, two dtypes ----
+
+
+class Odd(nn.Module):
+    """`which` says which branch a call uses; `never` is used by none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.branches = nn.ModuleDict(
+            {"a": nn.Linear(7, 7), "b": nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 7))}
+        )
+        self.frozen, self.never = nn.Linear(7, 7), nn.Linear(7, 2)
+        self.tied = nn.Linear(7, 7, bias=False)
+        self.tied.weight = self.branches["a"].weight
+        self.last = nn.Linear(7, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("offset", torch.randn(7))
+        self.double()
+        self.last.float()
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x, which):
+        x = torch.tanh(self.first(x)) + self.offset
+        x = self.tied(self.frozen(self.branches[which](x)))
+        return (self.last(x.float()).double() * self.scale).square().mean()
+
+
+# which branch each rank takes in each microbatch of each step: unused here, there, everywhere, or earlier only
+USES = [
+    lambda rank, micro: "ab"[rank % 2],
+    lambda rank, micro: "a",
+    lambda rank, micro: "b" if rank == 0 and micro == 0 else "a",
+    lambda rank, micro: "b",
+]
+
+
+def train_odd(path, overlap, bucket_mb):
+    """On a rank: the largest difference between a distributed run and the same run on one process, and .grad's None."""
+    lesson, rank, ranks = load(path), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(100 + rank)  # every rank starts from other weights and buffers
+    ours = Odd()
+    ddp = lesson.DDP(ours, bucket_mb=bucket_mb, overlap=overlap)
+    torch.manual_seed(100)
+    oracle = Odd()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02, weight_decay=0.3) for m in (ours, oracle)]
+    worst = 0.0
+    for step, use in enumerate(USES):
+        x = torch.randn(ranks, 2, 4, 5, dtype=torch.double, generator=torch.Generator().manual_seed(step))
+        for micro in range(2):
+            with ddp.no_sync() if micro == 0 else nullcontext():
+                (ddp(x[rank, micro], use(rank, micro)) / 2).backward()
+            for r in range(ranks):
+                (oracle(x[r, micro], use(r, micro)) / 2 / ranks).backward()
+        ddp.wait_for_gradients()
+        for (name, p), q in zip(ours.named_parameters(), oracle.parameters()):
+            assert (p.grad is None) == (q.grad is None), (
+                f"step {step}: .grad of {name} is {p.grad}, not {q.grad}"
+            )
+            worst = max(worst, 0 if q.grad is None else (p.grad - q.grad).abs().max().item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = zip(ours.state_dict().values(), oracle.state_dict().values())
+        worst = max(worst, *((p - q).abs().max().item() for p, q in state))
+    return worst
+
+
+def check_odd(path, size=3, overlap=True, bucket_mb=0.0002):
+    assert max(world(size).run(train_odd, path, overlap, bucket_mb, timeout=20)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "size, overlap, bucket_mb", [(2, True, 0), (3, True, 0.0002), (4, False, 25), (4, True, None)]
+)
+def test_ddp_serves_any_module_from_any_start(size, overlap, bucket_mb):
+    check_odd(LESSONS[1].path, size, overlap, bucket_mb)
+
+
+def twice_without_no_sync(path):
+    lesson = load(path)
+    ddp = lesson.DDP(nn.Linear(3, 1))
+    ddp(torch.ones(2, 3)).sum().backward()
+    try:
+        ddp(torch.ones(2, 3)).sum().backward()
+    except RuntimeError as error:
+        ddp.wait_for_gradients()
+        return str(error)
+    return "no error"
+
+
+def test_ddp_says_so_when_backward_runs_twice_in_a_step():
+    for message in world(2).run(twice_without_no_sync, LESSONS[1].path):
+        assert "no_sync()" in message
+
+
+def against_torch(path):
+    """On a rank: three steps with a peer on the same weights and batches; the largest difference of weights."""
+    lesson, rank, ranks = load(path), dist.get_rank(), dist.get_world_size()
+    config = lesson.parse((TINY + " --batch 12 --dtype fp64").split())
+    device, text = lesson.set_up(config)
+    ours = lesson.GPT(config).double()
+    theirs = copy.deepcopy(ours)
+    wrapped = lesson.DDP(ours, bucket_mb=0.02), nn.parallel.DistributedDataParallel(theirs)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ours, theirs)]
+    for step in range(3):
+        inputs, targets = next(lesson.microbatches(config, text, step, device, rank, ranks))
+        for ddp, optimizer in zip(wrapped, optimizers):
+            ddp(inputs, targets).backward()
+            if ddp is wrapped[0]:
+                ddp.wait_for_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+    return apart(ours.state_dict(), theirs.state_dict())
+
+
+def test_ddp_ends_in_the_weights_of_torchs_own_ddp():
+    assert max(world(2).run(against_torch, LESSONS[1].path)) < 1e-12
+
+
+# ---- the ledger ----
+
+
+def check_wire(lesson, path, size=3):
+    """Payload and ring bytes are the formula's exactly, whatever the accumulation."""
+    for accum in (1, 3):
+        result, weights = run(path, size, f"{TINY} --batch 36 --steps 1 --accum {accum}{lesson.flags}")
+        expected = lesson.sent(list(weights.values()), 4, size)
+        assert {kind: row["payload"] for kind, row in result["sent"].items()} == expected
+        for kind, row in result["sent"].items():
+            passes = {"all-reduce": 2, "broadcast": 0, "send": 0}.get(kind, 1)
+            wire = row["payload"] * (passes * (size - 1) / size if passes else 1)
+            assert row["wire"] == round(wire) == row["formula"]
+
+
+@every_lesson
+def test_bytes_sent_are_the_formulas_exactly(lesson):
+    for size in lesson.worlds[:3]:
+        check_wire(lesson, lesson.path, size)
+
+
+@every_lesson
+def test_bytes_held_are_the_formulas(lesson):
+    """To the byte, but for 4 a tensor: the optimizer's step counts, ddp's flags."""
+    for flags in ("", " --dtype bf16", " --dtype fp64", " --optim sgd", " --optim sgd --dtype bf16"):
+        result, weights = run(
+            lesson.path, lesson.worlds[-1], f"{TINY} --batch 12 --steps 1{flags}{lesson.flags}"
+        )
+        assert set(result["held"]) == {"parameters", "gradients", "optimizer"}
+        for name, row in result["held"].items():
+            assert 0 <= row["measured"] - row["formula"] <= 8 * len(weights), (flags, name, row)
+
+
+def check_one_gradient(path):
+    """With sgd and a batch of one, peak memory is parameters, one flat gradient and little else: not two gradients."""
+    flags = f"--layers 2 --width 128 --context 4 --batch 1 --steps 1 --optim sgd --bucket-mb 25 --data {TEXT}"
+    result, _ = run(path, 1, flags)
+    assert result["peak_bytes"] < 4 * result["n_params"] * 2.5
+
+
+def test_ddp_never_holds_a_second_flat_gradient():
+    check_one_gradient(LESSONS[1].path)
+
+
+def live_bytes():
+    """On a rank: what a ledger saw of tensors whose lives are known. One is freed, the storage of one is resized."""
+    model = nn.Linear(100, 50, bias=False)
+    ledger = load(SINGLE).Ledger("test", load(SINGLE).parse([]), torch.device("cpu"), model)
+    with ledger:
+        first, second = torch.zeros(1000), torch.zeros(3000)
+        del first
+        third = torch.zeros(500)
+        second.untyped_storage().resize_(0)
+        fourth = torch.zeros(2500)
+    peak = ledger.seen["peak_bytes"]
+    del second, third, fourth
+    with ledger:
+        model(torch.ones(10, 100)).sum().backward()
+        torch.zeros(1)
+    return peak, ledger.seen["parameters", "measured"], ledger.seen["gradients", "measured"]
+
+
+def test_the_ledger_counts_what_is_alive_not_what_was():
+    peak, parameters, gradients = world(1).run(live_bytes)[0]
+    assert parameters == gradients == 4 * 5000
+    assert peak == parameters + 4 * (1000 + 3000)
+
+
+def order_of_events(path, bucket_mb):
+    """On a rank: "launch" for each all-reduce, "gradient" for each parameter that backward() is done with, "end"."""
+    lesson, events = load(path), []
+    config = lesson.parse((TINY + " --batch 12").split())
+    device, text = lesson.set_up(config)
+    model = lesson.GPT(config)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: events.append("gradient"))
+    ddp = lesson.DDP(model, bucket_mb=bucket_mb)
+    all_reduce, works = dist.all_reduce, []
+
+    def recorded(tensor, **options):
+        events.append("launch")
+        work = all_reduce(tensor, **options)
+        works.append(work)
+        return work
+
+    dist.all_reduce = recorded
+    try:
+        for inputs, targets in lesson.microbatches(
+            config, text, 1, device, dist.get_rank(), dist.get_world_size()
+        ):
+            ddp(inputs, targets).backward()
+        events.append("end")
+        ddp.wait_for_gradients()
+    finally:
+        dist.all_reduce = all_reduce
+    return events, all(work is not None and hasattr(work, "is_completed") for work in works)
+
+
+def check_overlap(path):
+    for events, asynchronous in world(2).run(order_of_events, path, 0.02):
+        assert asynchronous, "an all-reduce was waited for where it was launched"
+        gradients = [i for i, event in enumerate(events) if event == "gradient"]
+        launches = [i for i, event in enumerate(events) if event == "launch"]
+        assert len(launches) > 3
+        assert launches[0] < gradients[len(gradients) // 4], "the first all-reduce started late"
+        assert events.index("end") > launches[-1], "an all-reduce waited for the end of backward"
+
+
+def test_ddp_launches_while_backward_still_computes():
+    check_overlap(LESSONS[1].path)
+
+
+def test_first_bucket_is_small_and_buckets_double():
+    lesson = load(LESSONS[1].path)
+    params = [torch.zeros(2**16, requires_grad=True) for _ in range(200)]  # 0.25 MiB each
+    sizes = [len(bucket.params) / 4 for bucket in lesson.fill_buckets(params, 25)]
+    assert sizes == [1, 2, 4, 8, 16, 19]
+    assert [len(bucket.params) for bucket in lesson.fill_buckets(params, 0)] == [1] * 200
+
+
+# ---- the command line ----
+
+KEYS = (
+    "lesson world_size backend device dtype n_params losses grad_norms step_ms held sent peak_bytes".split()
+)
+
+
+def torchrun(size, *command, **options):
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*launcher, *command], cwd=ROOT, env=environment, text=True, **options)
+
+
+@every_lesson
+def test_the_command_of_the_readme(lesson, tmp_path):
+    size = lesson.worlds[-1]
+    flags = f"{TINY} --batch 12 --json {tmp_path}/out.json --save {tmp_path}/out.pt --trace {tmp_path}/trace"
+    process = torchrun(size, f"{lesson.name}.py", *(flags + lesson.flags).split(), stdout=-1, stderr=-1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{lesson.name} | {size} ranks gloo/cpu | ")
+    assert (
+        len(
+            re.findall(
+                r"^step [1-3]/3 \| loss \d\.\d{4} \| grad norm [\d.]+ \| [\d.]+ ms \| [\d.]+ k tok/s$",
+                out,
+                re.M,
+            )
+        )
+        == 3
+    )
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert list(result)[: len(KEYS)] and set(result) == set(KEYS)
+    assert len(result["losses"]) == 3 and len(result["step_ms"]) == 2
+    plain = load(SINGLE).GPT
+    assert "tokens.weight" in torch.load(tmp_path / "out.pt") and plain
+    assert len(list((tmp_path / "trace").glob(f"{lesson.name}-rank*.json"))) == size
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+BAD = [
+    "--size huge",
+    "--batch 0",
+    "--batch -4",
+    "--batch 7 --accum 2",
+    "--steps 0",
+    "--steps many",
+    "--accum 0",
+    "--heads 5",
+    "--width 0",
+    "--vocab 100",
+    "--lr -1",
+    "--lr nan",
+    "--clip -1",
+    "--seed -1",
+    "--dtype fp8",
+    "--device cuda",
+    "--data /no/such/file",
+    f"--data {TEXT} --context 100000",
+    "--data {tmp}",
+    "--save /no/such/folder/file",
+    "--save {tmp}",
+    "--json /no/such/folder/file",
+    "--trace /no/such/folder/traces",
+    "--no-such-flag",
+]
+
+
+def command_line(path, flags, errors):
+    """In a process of its own: what `python lesson.py flags` does, with stderr in a file."""
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.argv = [path, *flags]
+    runpy.run_path(path, run_name="__main__")
+
+
+def check_refusals(lesson, path, rows, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    for row in rows:
+        errors = tmp_path / "errors"
+        errors.unlink(missing_ok=True)
+        flags = row.format(tmp=tmp_path).split()
+        process = context.Process(target=command_line, args=(path, flags, str(errors)))
+        process.start()
+        process.join(10)
+        lines = errors.read_text().splitlines()
+        assert process.exitcode == 2, f"{row}: exit code {process.exitcode}, {lines}"
+        assert len(lines) == 1, f"{row}: {lines}"
+        assert lines[0].startswith(f"{Path(path).name}: "), lines
+        names = [word for word in flags if word.startswith("-") and not word[1:2].isdigit()]
+        assert any(name in lines[0] for name in names) or flags[1] in lines[0], (
+            f"{row}: {lines[0]} does not name it"
+        )
+
+
+@every_lesson
+def test_bad_input_ends_in_one_line_and_exit_code_2(lesson, tmp_path):
+    check_refusals(lesson, lesson.path, [*BAD, *lesson.bad_flags], tmp_path)
+
+
+@every_parallel_lesson
+def test_bad_input_on_several_ranks_is_one_line_from_rank_0(lesson, tmp_path):
+    start = time.monotonic()
+    launch = ["--redirects=2", f"--log-dir={tmp_path}", f"{lesson.name}.py", "--batch", "7"]
+    process = torchrun(2, *launch, stdout=-1, stderr=-1)
+    _, report = process.communicate(timeout=60)
+    assert time.monotonic() - start < 10
+    assert process.returncode != 0 and report.count("exitcode  : 2 ") >= 1, report
+    errors = {path.parent.name: path.read_text().splitlines() for path in tmp_path.rglob("stderr.log")}
+    assert len(errors["0"]) == 1 and "--batch 7" in errors["0"][0] and errors["1"] == []
+
+
+def test_single_refuses_a_world_of_several(tmp_path):
+    process = torchrun(2, "single.py", stdout=-1, stderr=-1)
+    _, report = process.communicate(timeout=60)
+    assert process.returncode != 0 and report.count("single.py: this is the loop of one process") == 1
+
+
+@every_parallel_lesson
+def test_a_killed_rank_ends_the_job_and_is_named(lesson):
+    mark = f"MINIDIST_TEST={os.getpid()}-{time.monotonic()}"
+    os.environ.update([mark.split("=")])
+    flags = ["--steps", "100000", "--layers", "1", "--width", "32", "--batch", "12"]
+    process = torchrun(3, f"{lesson.name}.py", *flags, stdout=-1, stderr=subprocess.STDOUT)
+    for line in process.stdout:
+        if re.match(r"step +3/", line):
+            break
+    ranks = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_text().split("\0")
+        except OSError:
+            continue
+        if mark in environment and "RANK=1" in environment:
+            ranks[int(folder.name)] = 1
+    assert len(ranks) == 1
+    killed = time.monotonic()
+    os.kill(next(iter(ranks)), signal.SIGKILL)
+    rest = process.communicate(timeout=60)[0]
+    assert time.monotonic() - killed < 15
+    assert process.returncode != 0
+    assert re.search(r"rank\s*: 1 ", rest) and "Signal 9 (SIGKILL)" in rest
+
+
+# ---- mutants: an edit to a copy of a lesson, and the promise that it must be seen to break ----
+
+
+def parity(lesson, path, tmp_path):
+    for accum in (1, 3):
+        for optim in ("sgd", "adamw"):
+            check_parity(path, lesson.flags, min(3, lesson.worlds[-1]), accum, optim)
+
+
+CHECKS = {
+    "parity": parity,
+    "odd module": lambda lesson, path, tmp_path: check_odd(path),
+    "wire": lambda lesson, path, tmp_path: check_wire(lesson, path),
+    "one gradient": lambda lesson, path, tmp_path: check_one_gradient(path),
+    "overlap": lambda lesson, path, tmp_path: check_overlap(path),
+    "refusals": lambda lesson, path, tmp_path: check_refusals(lesson, path, BAD, tmp_path),
+}
+
+MUTANTS = [
+    # lesson, promise, what is edited, into what
+    ("single", "parity", "/ config.accum  #", "#"),
+]
+
+
+@pytest.mark.parametrize("name, promise, old, new", MUTANTS)
+def test_mutant_is_rejected(name, promise, old, new, tmp_path):
+    lesson = next(lesson for lesson in LESSONS if lesson.name == name)
+    text = Path(lesson.path).read_text()
+    assert text.count(old) == 1, f"{text.count(old)} places to edit"
+    mutant = tmp_path / f"{name}.py"
+    mutant.write_text(text.replace(old, new))
+    with pytest.raises((AssertionError, RankFailed)):
+        CHECKS[promise](lesson, str(mutant), tmp_path)
