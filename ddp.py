@@ -1,21 +1,21 @@
-"""DDP: every rank holds the whole model and a share of the batch; gradients are averaged while backward() runs.
+"""DDP: every rank holds the whole model and draws a share of the batch; backward averages the gradients.
 
 Idea
-    Each of N ranks computes the gradients of its B/N sequences; the mean over ranks is the gradient of the whole
-    batch, so all replicas take the same step. Gradients that are ready leave in buckets while earlier layers still
-    compute (Li et al., PyTorch Distributed, arXiv 2006.15704, section 3.2).
+    Each of N ranks computes the gradients of its B/N sequences. Their mean over ranks is the gradient of the
+    batch, so all replicas take the same step. Gradients that are ready leave in buckets while earlier layers
+    still compute (PyTorch Distributed, arXiv 2006.15704, section 3.2).
 
 Holds
-    On every rank, whole: parameters 4P, gradients 4P (one flat copy), AdamW 8P bytes; in bf16 2P, 2P, 12P.
+    Every rank, whole: parameters 4P, gradients 4P (one flat copy), AdamW 8P bytes; in bf16 2P, 2P, 12P.
 
 Talks
-    compute  | forward   | backward: layer L ... layer 1            | wait | clip, step |
-    network  |           |   bucket 1 | bucket 2 | ... | bucket k          |            |
-    Each bucket is one all-reduce of its gradients; the first is small, to leave early. At the start: a broadcast.
+    compute | forward | backward, from the last layer to the first | wait   | clip, step |
+    network |         |    bucket 1 | bucket 2 | bucket 3 | ...    bucket k |            |
+    A bucket is one all-reduce; the first are small, to leave early. At the start a broadcast from rank 0.
 
 Costs
-    Memory as on one device. An all-reduce of S bytes moves 2S(N-1)/N per rank on a ring: 8P(N-1)/N a step in fp32,
-    once a step however many microbatches. Each parameter adds one element: a flag that says whether it was used.
+    Memory as on one device. On a ring, an all-reduce of S bytes sends 2S(N-1)/N per rank: in fp32 8P(N-1)/N
+    a step, however many microbatches. For each parameter a flag travels along, whether it was used.
 
 Run
     torchrun --nproc_per_node=2 ddp.py
@@ -25,7 +25,7 @@ Expect
 EXPECT
 
 Left out
-    Buckets in the order observed in the first backward(), buffers broadcast at every step, compressed gradients.
+    Buckets in the order that backward() shows, buffers broadcast in every step, compressed gradients.
 """
 
 import argparse
@@ -35,7 +35,7 @@ import operator
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -55,8 +55,6 @@ SIZES |= {"gpt2-xl": (48, 25, 1600, 1024, 50257), "7.5b": (32, 34, 4352, 2048, 5
 SHAPE = ("layers", "heads", "width", "context", "vocab")  # text is bytes: the first 256 of the vocabulary
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-RING = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1), "send": ("send", 0)}
-RING |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "broadcast": ("broadcast", 0)}
 
 
 def flags():
@@ -93,8 +91,8 @@ def refuse(problem):
 
 def set_up(config):
     """Join (once) the world that torchrun describes, or a world of one. Returns the device and the text."""
-    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    gpu_each, device = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.device("cpu")
+    gpus, device = torch.cuda.device_count() * (config.device != "cpu"), torch.device("cpu")
+    gpu_each = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if gpu_each or (gpus and config.device == "cuda"):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
         torch.cuda.set_device(device)
@@ -108,29 +106,29 @@ def set_up(config):
     files = [np.memmap(f, np.uint8, "r") for f in files if f.is_file() and f.stat().st_size]
     text = files[0] if len(files) == 1 else np.concatenate([*files, np.empty(0, np.uint8)])
     problems = [None] * dist.get_world_size()  # of all ranks: a file may be missing on one host only
-    dist.all_gather_object(problems, find_problem(config, device, len(text)))
+    dist.all_gather_object(problems, next(find_problems(config, device, len(text)), None))
     if any(problems):
         refuse(next(filter(None, problems)))
     torch.manual_seed(config.seed)
     return device, text
 
 
-def find_problem(config, device, text_bytes):
-    """What stands in the way of training, or None."""
+def find_problems(config, device, text_bytes):
+    """Yield what stands in the way of training, each in one line."""
     for name, value in vars(config).items():  # counts start at 1, other numbers at 0
         least = {"seed": 0, "vocab": 256}.get(name, 1 if type(value) is int else 0)
         if type(value) in (int, float) and not value >= least:
-            return f"--{name.replace('_', '-')} {value}: must be {least} or more"
+            yield f"--{name.replace('_', '-')} {value}: must be {least} or more"
+    if config.device == "cuda" != device.type:
+        yield "--device cuda: no GPU is visible here; use --device cpu"
+    if config.width % config.heads:
+        yield f"--width {config.width}: must be a multiple of --heads {config.heads}"
+    if text_bytes <= config.context:
+        yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
     for path in filter(None, (config.save, config.json, config.trace)):
         writable = os.access(os.path.join(os.path.dirname(path), "."), os.W_OK)
         if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
-            return f"{path}: cannot be written; name a file in a folder that exists"
-    if config.device == "cuda" != device.type:
-        return "--device cuda: no GPU is visible here; use --device cpu"
-    if config.width % config.heads:
-        return f"--width {config.width}: must be a multiple of --heads {config.heads}"
-    few = f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
-    return few if text_bytes <= config.context else None
+            yield f"{path}: cannot be written; name a file in a folder that exists"
 
 
 def microbatches(config, text, step, device, rank=0, ranks=1):
@@ -179,8 +177,179 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets.flatten())
 
 
+# ==== end of the toy model ====
+
+
+class Optimizer:
+    """A torch optimizer on fp32 masters of the bf16 parameters, and on the other parameters themselves."""
+
+    def __init__(self, params, optimizer_class, **options):
+        params = [p for p in params if p.requires_grad]
+        self.masters = {p: p.detach().float() if p.dtype == torch.bfloat16 else p for p in params}
+        self.groups = []
+        for i in range(0, len(params), 16):  # so that 16 gradients at most are copied to fp32 at a time
+            group = params[i : i + 16]
+            self.groups.append((group, optimizer_class([self.masters[p] for p in group], **options)))
+
+    @torch.no_grad()
+    def step(self):
+        for params, optimizer in self.groups:
+            copied = [p for p in params if p is not self.masters[p] and p.grad is not None]
+            for p in copied:
+                self.masters[p].grad = p.grad.float()
+            optimizer.step()
+            for p in copied:
+                p.copy_(self.masters[p])
+                self.masters[p].grad = None
+
+    def tensors(self):
+        """What it holds beyond the model: masters, moments, step counts."""
+        masters = [master for p, master in self.masters.items() if p is not master]
+        return masters + tree_leaves([optimizer.state for _, optimizer in self.groups])
+
+    def state_dict_of(self, model):
+        """The model's, with masters in place of the parameters that have them."""
+        tensors = model.state_dict(keep_vars=True)
+        return {name: self.masters.get(tensor, tensor).detach() for name, tensor in tensors.items()}
+
+
+class Bucket:
+    """One flat gradient, of which its parameters' .grad become views; behind them a flag for each."""
+
+    def __init__(self, params):
+        sizes = [p.numel() for p in params]
+        self.params, self.waiting_for, self.unused = params, set(params), []
+        self.flat = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
+        self.gradients, self.flags = self.flat.split([sum(sizes), len(params)])
+        self.views = {p: piece.view_as(p) for p, piece in zip(params, self.gradients.split(sizes))}
+
+
+def fill_buckets(params, bucket_mb):
+    """Yield buckets of parameters of one dtype: 1 MiB, 2, 4 and so on up to bucket_mb, or a little more."""
+    filling, limit = {}, min(1, bucket_mb)
+    for p in params:
+        bucket = filling.setdefault(p.dtype, [])
+        bucket.append(p)
+        if sum(q.nbytes for q in bucket) >= limit * 2**20:
+            yield Bucket(filling.pop(p.dtype))
+            limit = min(2 * limit, bucket_mb)
+    yield from map(Bucket, filling.values())
+
+
+class DDP(nn.Module):
+    """Averages the gradients of `module` over the ranks of `group` (arXiv 2006.15704, section 3.2).
+
+    Wrap before making the optimizer: all ranks get rank 0's parameters and buffers. In a step, put no_sync()
+    around all but the last backward(); then wait_for_gradients() or clip_grad_norm_(), and .grad is the mean.
+
+    bucket_mb: MiB of gradients in an all-reduce (0: one all-reduce per parameter; None: a fifth of all, 25 at
+    most). overlap: start an all-reduce when its bucket is full, rather than after backward().
+    """
+
+    def __init__(self, module, bucket_mb=None, overlap=True, group=None):
+        super().__init__()
+        self.module, self.overlap, self.group, self.syncing = module, overlap, group, True
+        self.ranks = dist.get_world_size(group)
+        shapes = [(p.shape, p.dtype, p.requires_grad) for p in module.parameters()]
+        everyone = [None] * self.ranks
+        dist.all_gather_object(everyone, shapes, group)
+        assert all(other == shapes for other in everyone), "the ranks have different models"
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), group_src=0, group=group)
+        params = [p for p in module.parameters() if p.requires_grad][::-1]  # about the order of backward()
+        if bucket_mb is None:
+            bucket_mb = min(sum(p.nbytes for p in params) / 5 / 2**20, 25)
+        self.buckets = list(fill_buckets(params, bucket_mb))
+        self.to_launch = deque(self.buckets)
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        for p in params:
+            p.register_post_accumulate_grad_hook(self._collect)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self):
+        """Within it, backward() only adds to this rank's own gradients."""
+        self.syncing = False
+        try:
+            yield
+        finally:
+            self.syncing = True
+
+    def _collect(self, param):
+        """Hook, when backward() is done with a parameter: move its gradient into the bucket."""
+        bucket = self.bucket_of[param]
+        gradient, param.grad = param.grad, bucket.views[param]
+        if not self.syncing:
+            if gradient is not param.grad:
+                param.grad.copy_(gradient)
+            return
+        if param not in bucket.waiting_for:
+            raise RuntimeError("a second backward() in a step: put no_sync() around all but the last")
+        bucket.waiting_for.remove(param)
+        # Ranks will be summed and their mean is wanted, so each share is divided: here, on its only move.
+        torch.div(gradient, self.ranks, out=param.grad)
+        while self.overlap and self.to_launch and not self.to_launch[0].waiting_for:
+            self._launch()
+
+    def _launch(self):
+        """Start the next all-reduce: the same next on every rank, or they would add up different buckets."""
+        bucket = self.to_launch.popleft()
+        bucket.flags.fill_(1)
+        for i, param in enumerate(bucket.params):
+            if param in bucket.waiting_for and param.grad is None:  # unused here, but perhaps not everywhere
+                bucket.views[param].zero_()
+                bucket.flags[i].zero_()
+                bucket.unused.append(i)
+            elif param in bucket.waiting_for:  # used in an earlier microbatch only
+                param.grad.div_(self.ranks)
+        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+
+    def _arrivals(self):
+        """Yield each bucket when it holds means over ranks (on NCCL the stream waits, not the host)."""
+        while self.to_launch:
+            self._launch()
+        for bucket in self.buckets:
+            bucket.work.wait()
+            for (
+                i
+            ) in bucket.unused:  # what no rank used gets no gradient, as on one device; others get the mean
+                param = bucket.params[i]
+                param.grad = bucket.views[param] if bucket.flags[i] > 0 else None
+            bucket.waiting_for, bucket.unused = set(bucket.params), []
+            yield bucket
+        self.to_launch = deque(self.buckets)
+
+    def wait_for_gradients(self):
+        """After the last backward() of a step: from here on .grad is the mean over the ranks."""
+        for _ in self._arrivals():
+            pass
+
+    def clip_grad_norm_(self, max_norm):
+        """wait_for_gradients() that also scales them to a global norm of at most max_norm (0: any).
+
+        Returns the norm before. A bucket's share of it is computed while the next buckets are on their way.
+        """
+        norms = []
+        for bucket in self._arrivals():
+            wide = torch.promote_types(bucket.flat.dtype, torch.float32)
+            norms.append(torch.linalg.vector_norm(bucket.gradients, dtype=wide).double())
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if max_norm:
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+            for bucket in self.buckets:  # always, as `if scale < 1` would make the host wait for the device
+                bucket.gradients.mul_(scale)
+        return norm
+
+
+# ==== ledger: the same lines in every lesson ====
+RING = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1), "send": ("send", 0)}
+RING |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "broadcast": ("broadcast", 0)}
+
+
 class Ledger(TorchDispatchMode):
-    """Prints the run. While on, it sees every operator: bytes alive, by name, and bytes given to collectives."""
+    """Prints the run. While on, it sees every operator: bytes alive, by name, and given to collectives."""
 
     def __init__(self, lesson, config, device, model):
         super().__init__()
@@ -258,182 +427,17 @@ class Ledger(TorchDispatchMode):
         return self.result
 
 
-# ==== end of the toy model ====
-
-
-class Optimizer:
-    """A torch optimizer on fp32 masters of the bf16 parameters, and on the other parameters themselves."""
-
-    def __init__(self, params, optimizer_class, **options):
-        params = [p for p in params if p.requires_grad]
-        self.masters = {p: p.detach().float() if p.dtype == torch.bfloat16 else p for p in params}
-        groups = [
-            params[i : i + 16] for i in range(0, len(params), 16)
-        ]  # at most 16 fp32 gradients at a time
-        self.groups = [
-            (group, optimizer_class([self.masters[p] for p in group], **options)) for group in groups
-        ]
-
-    @torch.no_grad()
-    def step(self):
-        for params, optimizer in self.groups:
-            copied = [p for p in params if p is not self.masters[p] and p.grad is not None]
-            for p in copied:
-                self.masters[p].grad = p.grad.float()
-            optimizer.step()
-            for p in copied:
-                p.copy_(self.masters[p])
-                self.masters[p].grad = None
-
-    def tensors(self):
-        """What it holds beyond the model: masters, moments, step counts."""
-        states = [state for _, optimizer in self.groups for state in optimizer.state.values()]
-        masters = [master for p, master in self.masters.items() if p is not master]
-        return masters + [tensor for state in states for tensor in state.values()]
-
-
-def state_dict(model, optimizer):
-    """The model's, with masters in place of the parameters that have them."""
-    tensors = model.state_dict(keep_vars=True)
-    return {name: optimizer.masters.get(tensor, tensor).detach() for name, tensor in tensors.items()}
-
-
-class Bucket:
-    """One flat gradient: its parameters' .grad become views of it. Behind them, a flag for each parameter."""
-
-    def __init__(self, params):
-        sizes = [p.numel() for p in params]
-        self.params, self.waiting_for, self.unused, self.work = params, set(params), [], None
-        self.flat = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
-        self.gradients, self.flags = self.flat.split([sum(sizes), len(params)])
-        self.view = {p: piece.view_as(p) for p, piece in zip(params, self.gradients.split(sizes))}
-
-
-def fill_buckets(params, bucket_mb):
-    """Yield buckets of consecutive parameters of one dtype: of 1 MiB, 2, 4 ... and at last bucket_mb (a parameter more)."""
-    filling, limit = {}, min(1, bucket_mb)
-    for p in params:
-        bucket = filling.setdefault(p.dtype, [])
-        bucket.append(p)
-        if sum(q.nbytes for q in bucket) >= limit * 2**20:
-            yield Bucket(filling.pop(p.dtype))
-            limit = min(2 * limit, bucket_mb)
-    yield from map(Bucket, filling.values())
-
-
-class DDP(nn.Module):
-    """Averages the gradients of `module` over the ranks of `group` (arXiv 2006.15704, section 3.2).
-
-    ddp(...) is module(...). Put no_sync() around all but the last backward() of a step, and call clip_grad_norm_()
-    or wait_for_gradients() after it: then every .grad is the mean over ranks. Make the optimizer after the wrapping,
-    which gives all ranks rank 0's parameters and buffers.
-
-    bucket_mb: MiB of gradients in an all-reduce. 0: one for each parameter. None: a fifth of all gradients, 25 at most.
-    overlap: start an all-reduce as soon as its bucket is full, not after backward().
-    """
-
-    def __init__(self, module, bucket_mb=None, overlap=True, group=None):
-        super().__init__()
-        self.module, self.overlap, self.group = module, overlap, group
-        self.ranks, self.syncing, self.launched = dist.get_world_size(group), True, 0
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group_src=0, group=group)
-        params = [p for p in module.parameters() if p.requires_grad][::-1]  # about the order of backward()
-        if bucket_mb is None:
-            bucket_mb = min(sum(p.nbytes for p in params) / 5 / 2**20, 25)
-        self.buckets = list(fill_buckets(params, bucket_mb))
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        for p in params:
-            p.register_post_accumulate_grad_hook(self._collect)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self):
-        """Within it, backward() only adds to this rank's own gradients."""
-        self.syncing = False
-        yield
-        self.syncing = True
-
-    def _collect(self, param):
-        """Hook: backward() is done with this parameter. Move its gradient into the bucket; launch what is full."""
-        bucket = self.bucket_of[param]
-        gradient, param.grad = param.grad, bucket.view[param]
-        if self.syncing and param not in bucket.waiting_for:
-            raise RuntimeError(
-                "backward() again before wait_for_gradients(): wrap all but the last in no_sync()"
-            )
-        if self.syncing:  # ranks will be summed and their mean is wanted: divide, here and only here
-            torch.div(gradient, self.ranks, out=param.grad)
-            bucket.waiting_for.remove(param)
-        elif gradient is not param.grad:
-            param.grad.copy_(gradient)
-        while (
-            self.overlap and self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for
-        ):
-            self._launch()
-
-    def _launch(self):
-        """Start the next all-reduce. The order is the same on all ranks, or they would add up different buckets."""
-        bucket = self.buckets[self.launched]
-        bucket.flags.fill_(1)
-        for i, param in enumerate(bucket.params):
-            if param in bucket.waiting_for and param.grad is None:  # unused here, perhaps not on other ranks
-                bucket.view[param].zero_()
-                bucket.flags[i].zero_()
-                bucket.unused.append(i)
-            elif param in bucket.waiting_for:  # used in an earlier microbatch only
-                param.grad.div_(self.ranks)
-        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
-        self.launched += 1
-
-    def _arrivals(self):
-        """Yield each bucket when it holds means over ranks (with NCCL: when the stream will have waited for them)."""
-        while self.launched < len(self.buckets):
-            self._launch()
-        for bucket in self.buckets:
-            bucket.work.wait()
-            for i in bucket.unused:  # a parameter that no rank used gets no gradient, as on one device
-                param = bucket.params[i]
-                param.grad = bucket.view[param] if bucket.flags[i] > 0 else None
-            bucket.waiting_for, bucket.unused = set(bucket.params), []
-            yield bucket
-        self.launched = 0
-
-    def wait_for_gradients(self):
-        """After the last backward() of a step: make every .grad the mean over ranks."""
-        for _ in self._arrivals():
-            pass
-
-    def clip_grad_norm_(self, max_norm):
-        """wait_for_gradients(), then scale them to a global norm of max_norm at most (0: any).
-
-        Returns the norm before scaling. That of a bucket is taken while later ones are still on their way.
-        """
-        wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-        norms = [
-            torch.linalg.vector_norm(bucket.gradients, dtype=wide.get(bucket.flat.dtype))
-            for bucket in self._arrivals()
-        ]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        if max_norm:
-            scale = (max_norm / (norm + 1e-6)).clamp(
-                max=1
-            )  # a tensor: to look at its value, the host would wait
-            for bucket in self.buckets:
-                bucket.gradients.mul_(scale)
-        return norm
+# ==== end of the ledger ====
 
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     parser = flags()
     parser.add_argument(
-        "--bucket-mb", type=float, help="MiB of gradients in an all-reduce (0: one per parameter)"
+        "--bucket-mb", type=float, help="MiB in an all-reduce (0: one all-reduce per parameter)"
     )
     parser.add_argument(
-        "--overlap", default=True, action=argparse.BooleanOptionalAction, help="reduce in backward"
+        "--overlap", default=True, action=argparse.BooleanOptionalAction, help="with backward"
     )
     return parser.parse_args(arguments)
 
@@ -451,13 +455,10 @@ def train(config):
     for step in range(1, config.steps + 1):
         with ledger if step == 1 else nullcontext():
             loss = 0
-            for i, (inputs, targets) in enumerate(
-                microbatches(config, text, step, device, rank, ranks), start=1
-            ):
+            for i, batch in enumerate(microbatches(config, text, step, device, rank, ranks), start=1):
                 with nullcontext() if i == config.accum else ddp.no_sync():
-                    microloss = (
-                        ddp(inputs, targets) / config.accum
-                    )  # gradients add up, and we want their mean
+                    # Gradients add up over microbatches and we want their mean; each is a mean already.
+                    microloss = ddp(*batch) / config.accum
                     microloss.backward()
                 loss += microloss.detach()
             grad_norm = ddp.clip_grad_norm_(config.clip)
@@ -469,9 +470,9 @@ def train(config):
     P, w = ledger.result["n_params"], DTYPES[config.dtype].itemsize
     s = 2 * max(w, 4) * (config.optim == "adamw") + 4 * (w == 2)  # two moments, a master
     held = {"parameters": (f"{w}P", w * P), "gradients": (f"{w}P", w * P), "optimizer": (f"{s}P", s * P)}
-    flagged = P + len(list(model.parameters()))
-    sent = {"all-reduce": (f"{2 * w}P(N-1)/N", round(2 * w * flagged * (ranks - 1) / ranks))}
-    return ledger.close(state_dict(model, optimizer), held, sent)
+    wire = 2 * w * (P + len(list(model.parameters()))) * (ranks - 1) / ranks  # with the flags
+    sent = {"all-reduce": (f"{2 * w}P(N-1)/N", round(wire))}
+    return ledger.close(optimizer.state_dict_of(model), held, sent)
 
 
 if __name__ == "__main__":

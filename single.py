@@ -1,21 +1,21 @@
 """The plain training loop on one device, which every other lesson distributes.
 
 Idea
-    Draw a batch, add up the gradients of its microbatches, clip them, let the optimizer step. The other lessons
-    draw the same batches and print the same losses; they only divide the work. In bf16 the optimizer steps fp32
-    masters of the weights and rounds them back (arXiv 1710.03740; ZeRO, arXiv 1910.02054, section 3.1).
+    Draw a batch, add up the gradients of its microbatches, clip them, let the optimizer step. The other
+    lessons draw the same batches and print the same losses; they only divide the work. In bf16 the optimizer
+    steps fp32 masters of the weights and rounds them back (ZeRO, arXiv 1910.02054, section 3.1).
 
 Holds
-    P parameters, in bytes     fp32    bf16                       fp64
-    parameters                 4P      2P                         8P
-    gradients                  4P      2P                         8P
-    AdamW                      8P      12P (masters, 2 moments)   16P
+    P parameters in   fp32   bf16                      fp64
+    parameters        4P     2P                        8P    bytes
+    gradients         4P     2P                        8P
+    AdamW             8P     12P (master, 2 moments)   16P
 
 Talks
-    with nobody: accum x (forward, backward), clip, step
+    To nobody: forward, backward, forward, backward, ..., clip, step.
 
 Costs
-    All of the memory and all of the time: what the other lessons divide by N.
+    All of the memory and all of the time, which the other lessons divide by N.
 
 Run
     python single.py
@@ -56,8 +56,6 @@ SIZES |= {"gpt2-xl": (48, 25, 1600, 1024, 50257), "7.5b": (32, 34, 4352, 2048, 5
 SHAPE = ("layers", "heads", "width", "context", "vocab")  # text is bytes: the first 256 of the vocabulary
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-RING = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1), "send": ("send", 0)}
-RING |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "broadcast": ("broadcast", 0)}
 
 
 def flags():
@@ -94,8 +92,8 @@ def refuse(problem):
 
 def set_up(config):
     """Join (once) the world that torchrun describes, or a world of one. Returns the device and the text."""
-    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    gpu_each, device = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.device("cpu")
+    gpus, device = torch.cuda.device_count() * (config.device != "cpu"), torch.device("cpu")
+    gpu_each = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if gpu_each or (gpus and config.device == "cuda"):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
         torch.cuda.set_device(device)
@@ -109,29 +107,29 @@ def set_up(config):
     files = [np.memmap(f, np.uint8, "r") for f in files if f.is_file() and f.stat().st_size]
     text = files[0] if len(files) == 1 else np.concatenate([*files, np.empty(0, np.uint8)])
     problems = [None] * dist.get_world_size()  # of all ranks: a file may be missing on one host only
-    dist.all_gather_object(problems, find_problem(config, device, len(text)))
+    dist.all_gather_object(problems, next(find_problems(config, device, len(text)), None))
     if any(problems):
         refuse(next(filter(None, problems)))
     torch.manual_seed(config.seed)
     return device, text
 
 
-def find_problem(config, device, text_bytes):
-    """What stands in the way of training, or None."""
+def find_problems(config, device, text_bytes):
+    """Yield what stands in the way of training, each in one line."""
     for name, value in vars(config).items():  # counts start at 1, other numbers at 0
         least = {"seed": 0, "vocab": 256}.get(name, 1 if type(value) is int else 0)
         if type(value) in (int, float) and not value >= least:
-            return f"--{name.replace('_', '-')} {value}: must be {least} or more"
+            yield f"--{name.replace('_', '-')} {value}: must be {least} or more"
+    if config.device == "cuda" != device.type:
+        yield "--device cuda: no GPU is visible here; use --device cpu"
+    if config.width % config.heads:
+        yield f"--width {config.width}: must be a multiple of --heads {config.heads}"
+    if text_bytes <= config.context:
+        yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
     for path in filter(None, (config.save, config.json, config.trace)):
         writable = os.access(os.path.join(os.path.dirname(path), "."), os.W_OK)
         if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
-            return f"{path}: cannot be written; name a file in a folder that exists"
-    if config.device == "cuda" != device.type:
-        return "--device cuda: no GPU is visible here; use --device cpu"
-    if config.width % config.heads:
-        return f"--width {config.width}: must be a multiple of --heads {config.heads}"
-    few = f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
-    return few if text_bytes <= config.context else None
+            yield f"{path}: cannot be written; name a file in a folder that exists"
 
 
 def microbatches(config, text, step, device, rank=0, ranks=1):
@@ -180,8 +178,49 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets.flatten())
 
 
+# ==== end of the toy model ====
+
+
+class Optimizer:
+    """A torch optimizer on fp32 masters of the bf16 parameters, and on the other parameters themselves."""
+
+    def __init__(self, params, optimizer_class, **options):
+        params = [p for p in params if p.requires_grad]
+        self.masters = {p: p.detach().float() if p.dtype == torch.bfloat16 else p for p in params}
+        self.groups = []
+        for i in range(0, len(params), 16):  # so that 16 gradients at most are copied to fp32 at a time
+            group = params[i : i + 16]
+            self.groups.append((group, optimizer_class([self.masters[p] for p in group], **options)))
+
+    @torch.no_grad()
+    def step(self):
+        for params, optimizer in self.groups:
+            copied = [p for p in params if p is not self.masters[p] and p.grad is not None]
+            for p in copied:
+                self.masters[p].grad = p.grad.float()
+            optimizer.step()
+            for p in copied:
+                p.copy_(self.masters[p])
+                self.masters[p].grad = None
+
+    def tensors(self):
+        """What it holds beyond the model: masters, moments, step counts."""
+        masters = [master for p, master in self.masters.items() if p is not master]
+        return masters + tree_leaves([optimizer.state for _, optimizer in self.groups])
+
+    def state_dict_of(self, model):
+        """The model's, with masters in place of the parameters that have them."""
+        tensors = model.state_dict(keep_vars=True)
+        return {name: self.masters.get(tensor, tensor).detach() for name, tensor in tensors.items()}
+
+
+# ==== ledger: the same lines in every lesson ====
+RING = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1), "send": ("send", 0)}
+RING |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "broadcast": ("broadcast", 0)}
+
+
 class Ledger(TorchDispatchMode):
-    """Prints the run. While on, it sees every operator: bytes alive, by name, and bytes given to collectives."""
+    """Prints the run. While on, it sees every operator: bytes alive, by name, and given to collectives."""
 
     def __init__(self, lesson, config, device, model):
         super().__init__()
@@ -259,44 +298,7 @@ class Ledger(TorchDispatchMode):
         return self.result
 
 
-# ==== end of the toy model ====
-
-
-class Optimizer:
-    """A torch optimizer on fp32 masters of the bf16 parameters, and on the other parameters themselves."""
-
-    def __init__(self, params, optimizer_class, **options):
-        params = [p for p in params if p.requires_grad]
-        self.masters = {p: p.detach().float() if p.dtype == torch.bfloat16 else p for p in params}
-        groups = [
-            params[i : i + 16] for i in range(0, len(params), 16)
-        ]  # at most 16 fp32 gradients at a time
-        self.groups = [
-            (group, optimizer_class([self.masters[p] for p in group], **options)) for group in groups
-        ]
-
-    @torch.no_grad()
-    def step(self):
-        for params, optimizer in self.groups:
-            copied = [p for p in params if p is not self.masters[p] and p.grad is not None]
-            for p in copied:
-                self.masters[p].grad = p.grad.float()
-            optimizer.step()
-            for p in copied:
-                p.copy_(self.masters[p])
-                self.masters[p].grad = None
-
-    def tensors(self):
-        """What it holds beyond the model: masters, moments, step counts."""
-        states = [state for _, optimizer in self.groups for state in optimizer.state.values()]
-        masters = [master for p, master in self.masters.items() if p is not master]
-        return masters + [tensor for state in states for tensor in state.values()]
-
-
-def state_dict(model, optimizer):
-    """The model's, with masters in place of the parameters that have them."""
-    tensors = model.state_dict(keep_vars=True)
-    return {name: optimizer.masters.get(tensor, tensor).detach() for name, tensor in tensors.items()}
+# ==== end of the ledger ====
 
 
 def parse(arguments=None):
@@ -317,8 +319,9 @@ def train(config):
     for step in range(1, config.steps + 1):
         with ledger if step == 1 else nullcontext():
             loss = 0
-            for inputs, targets in microbatches(config, text, step, device):
-                microloss = model(inputs, targets) / config.accum  # gradients add up, and we want their mean
+            for batch in microbatches(config, text, step, device):
+                # Gradients add up over microbatches and we want their mean; each is a mean already.
+                microloss = model(*batch) / config.accum
                 microloss.backward()
                 loss += microloss.detach()
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
@@ -329,7 +332,7 @@ def train(config):
     P, w = ledger.result["n_params"], DTYPES[config.dtype].itemsize
     s = 2 * max(w, 4) * (config.optim == "adamw") + 4 * (w == 2)  # two moments, a master
     held = {"parameters": (f"{w}P", w * P), "gradients": (f"{w}P", w * P), "optimizer": (f"{s}P", s * P)}
-    return ledger.close(state_dict(model, optimizer), held, {})
+    return ledger.close(optimizer.state_dict_of(model), held, {})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-"""A lesson beside PyTorch's own module: same weights, same batches, same threads, turn by turn in one run.
+"""ddp.py beside PyTorch's own DistributedDataParallel: same weights, batches and threads, turn by turn in one run.
 
-python tools/bench.py --ranks 2 --size small
-python tools/bench.py --hosts 2 --rate 1gbit --size small    (Linux, root: see tools/hosts.sh)
+    python tools/bench.py --ranks 2 --size small
+    python tools/bench.py --hosts 2 --rate 1gbit --size small      (Linux and root: see tools/hosts.sh)
+    python tools/bench.py --ranks 1 --size small                   (ddp.py's own cost, beside the plain loop)
+
+First a few steps of each, which must end in equal weights. Then rounds, in each of which every contender runs
+--steps steps, and each round starts with another contender. A line shows the median time of a step, and the median
+over rounds of the ratio of ddp.py's time to this one's, with its least and greatest.
+
+Other flags are the lessons': --size, --batch, --accum, --dtype, --device, --clip ...
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -15,99 +21,125 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import ddp as lesson  # noqa: E402
-
-MIB = 2**20
+import ddp as lesson  # noqa: E402  (found through the line above)
 
 
 class Contender:
-    """One way to train: a model of its own, its wrapper, its optimizer."""
+    """A model of its own and one way to train it."""
 
     def __init__(self, name, config, device, wrap):
-        self.name, self.config, self.device = name, config, device
+        self.name, self.config, self.times = name, config, []
         torch.manual_seed(config.seed)
         self.model = lesson.GPT(config).to(device, lesson.DTYPES[config.dtype])
         self.wrapped = wrap(self.model)
-        kind = lesson.OPTIMIZERS[config.optim]
-        self.optimizer = lesson.Optimizer(self.model.parameters(), kind, lr=config.lr, fused=True)
-        self.times = []
+        optimizer = lesson.OPTIMIZERS[config.optim]
+        self.optimizer = lesson.Optimizer(self.model.parameters(), optimizer, lr=config.lr, fused=True)
 
     def step(self, batches):
-        for i, (inputs, targets) in enumerate(batches):
-            last = i == len(batches) - 1
-            with nullcontext() if last or not hasattr(self.wrapped, "no_sync") else self.wrapped.no_sync():
-                (self.wrapped(inputs, targets) / len(batches)).backward()
+        for i, batch in enumerate(batches, start=1):
+            last = i == len(batches) or self.wrapped is self.model
+            with nullcontext() if last else self.wrapped.no_sync():
+                (self.wrapped(*batch) / len(batches)).backward()
         if isinstance(self.wrapped, lesson.DDP):
             self.wrapped.clip_grad_norm_(self.config.clip)
         else:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
-    def time(self, batches, steps):
-        dist.barrier()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+    def time(self, batches):
+        """ms of a step on the slowest rank, over --steps steps."""
+        finish()
         start = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(self.config.steps):
             self.step(batches)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        self.times.append(1e3 * (time.perf_counter() - start) / steps)
+        finish()
+        self.times.append(1e3 * (time.perf_counter() - start) / self.config.steps)
+
+
+def finish():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # between timed stretches, never within a step
+    dist.barrier()
+
+
+def contenders(config, device):
+    """ddp.py, the same computation without communication, torch's DDP as it comes and with ddp.py's buckets."""
+    ours = Contender(
+        "ddp.py", config, device, lambda model: lesson.DDP(model, config.bucket_mb, config.overlap)
+    )
+    largest = max(bucket.flat.nbytes for bucket in ours.wrapped.buckets) / 2**20
+    same = {"bucket_cap_mb": largest}
+    yield ours
+    yield Contender("compute alone", config, device, lambda model: model)
+    yield Contender("torch DDP, defaults", config, device, DistributedDataParallel)
+    name = f"torch DDP, {largest:.1f} MB buckets"
+    yield Contender(name, config, device, lambda model: DistributedDataParallel(model, **same))
+    views = same | {"gradient_as_bucket_view": True}
+    yield Contender(name + ", views", config, device, lambda model: DistributedDataParallel(model, **views))
 
 
 def main(config):
     device, text = lesson.set_up(config)
     torch.set_num_threads(1)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    total = 0
-    probe = lesson.GPT(config)
-    our_mb = lesson.DDP(probe).buckets and min(
-        max(sum(p.nbytes for p in probe.parameters()) / 8 / MIB, 1), 25
-    )
-    peers = [("compute alone", lambda m: m), ("ours", lambda m: lesson.DDP(m))]
-    for mb in config.try_mb:
-        peers.append((f"ours {mb:g}", lambda m, mb=mb: lesson.DDP(m, mb)))
-    peers += [
-        ("torch DDP", DistributedDataParallel),
-        (f"torch DDP {our_mb:.1f}", lambda m: DistributedDataParallel(m, bucket_cap_mb=our_mb)),
-        (
-            f"torch DDP {our_mb:.1f} view",
-            lambda m: DistributedDataParallel(m, bucket_cap_mb=our_mb, gradient_as_bucket_view=True),
-        ),
-    ]
-    contenders = [Contender(name, config, device, wrap) for name, wrap in peers]
-    batches = list(lesson.microbatches(config, text, 1, device, rank, ranks))
-    for c in contenders:
+    say = print if dist.get_rank() == 0 else lambda line: None
+    batches = list(lesson.microbatches(config, text, 1, device, dist.get_rank(), dist.get_world_size()))
+    entries = list(contenders(config, device))
+    ours = entries[0]
+    for entry in entries:
         for _ in range(3):
-            c.step(batches)
-    ref = contenders[1].model
-    for c in contenders[1:]:
-        d = max((a - b).abs().max().item() for a, b in zip(ref.parameters(), c.model.parameters()))
-        if rank == 0:
-            print(c.name, "max weight difference", d)
-    for r in range(config.rounds):
-        order = contenders if r % 2 == 0 else contenders[::-1]
-        for c in order:
-            c.time(batches, config.steps)
-    if rank == 0:
-        base = {c.name: c for c in contenders}
-        ours = base["ours"].times
-        for c in contenders:
-            ratios = [a / b for a, b in zip(ours, c.times)]
-            print(
-                f"{c.name:<24}{statistics.median(c.times):9.1f} ms   ours/this {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+            entry.step(batches)
+    for entry in entries:
+        pairs = zip(ours.model.parameters(), entry.model.parameters())
+        apart = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+        alone = entry.wrapped is entry.model and dist.get_world_size() > 1
+        if not alone and not apart < 1e-5:
+            sys.exit(
+                f"{entry.name} ended {apart:.1e} away from ddp.py's weights: its time would mean nothing"
             )
+    say("after 3 steps all weights are equal within 1e-5 (compute alone, which averages nothing, aside)")
+    for turn in range(config.rounds):
+        for i in range(len(entries)):
+            entries[(turn + i) % len(entries)].time(batches)
+    say(f"{'torch ' + torch.__version__:<40}{'ms/step':>10}{'ddp.py / this':>16}{'least':>8}{'most':>7}")
+    table = {}
+    for entry in entries:
+        ratios = [a / b for a, b in zip(ours.times, entry.times)]
+        table[entry.name] = {"ms": statistics.median(entry.times), "ratio": statistics.median(ratios)}
+        numbers = f"{statistics.median(entry.times):>10.1f}{statistics.median(ratios):>16.3f}"
+        say(f"  {entry.name:<38}{numbers}{min(ratios):>8.3f}{max(ratios):>7.3f}")
+    if config.json and dist.get_rank() == 0:
+        Path(config.json).write_text(json.dumps(table))
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def parse():
     parser = lesson.flags()
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--try-mb", type=float, nargs="*", default=[])
-    main(parser.parse_args())
+    parser.add_argument("--bucket-mb", type=float, help="of ddp.py")
+    parser.add_argument(
+        "--overlap", default=True, action=lesson.argparse.BooleanOptionalAction, help="of ddp.py"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes (on one host)")
+    parser.add_argument("--hosts", type=int, default=1, help="hosts of one rank each, in network namespaces")
+    parser.add_argument("--rate", default="1gbit", help="of each host's link, in tc's words")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
+    parser.set_defaults(steps=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    config = parse()
+    if "RANK" in os.environ:
+        main(config)
+    else:  # start again, on all ranks
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={config.ranks}"]
+        if config.hosts > 1:
+            launcher = [str(ROOT / "tools" / "hosts.sh"), str(config.hosts), config.rate, "--"]
+            os.environ["PYTHON"] = sys.executable
+        os.execv(launcher[0], [*launcher, os.path.abspath(__file__), *sys.argv[1:]])

@@ -15,13 +15,13 @@ shift 2
 if [ "$1" = --ranks-per-host ]; then per_host=$2; shift 2; fi
 [ "$1" = -- ] || { echo "$usage" >&2; exit 2; }
 shift
-if [ "$(uname)" != Linux ] || [ "$(id -u)" != 0 ] || ! command -v ip tc >/dev/null; then
+if [ "$(uname)" != Linux ] || [ "$(id -u)" != 0 ] || ! { command -v ip && command -v tc; } >/dev/null; then
     echo "tools/hosts.sh: needs Linux, root and iproute2 (ip, tc)" >&2
     exit 2
 fi
 
 name=md$$ # of the bridge and the namespaces: 15 characters at most
-torchrun=${TORCHRUN:-torchrun}
+python=${PYTHON:-python3} # one that has torch
 children=()
 
 clean_up() {
@@ -52,7 +52,7 @@ for ((host = 0; host < hosts; host++)); do
 done
 for ((host = 0; host < hosts; host++)); do
     ip netns exec "$name-$host" env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
-        "$torchrun" --nnodes="$hosts" --node_rank="$host" --nproc_per_node="$per_host" \
+        "$python" -m torch.distributed.run --nnodes="$hosts" --node_rank="$host" --nproc_per_node="$per_host" \
         --master_addr=10.77.0.1 --master_port=29500 "$@" &
     children+=($!)
 done
