@@ -22,7 +22,16 @@ Run
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Expect
-EXPECT
+    ddp | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 259.0 ms | 4.0 k tok/s
+    ...
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 43.3 ms | 23.6 k tok/s
+    held per rank   formula                           measured
+      parameters    4P                     3.34 MB     3.34 MB
+      gradients     4P                     3.34 MB     3.34 MB
+      optimizer     8P                     6.67 MB     6.67 MB
+    sent per rank and step (ring bytes)
+      all-reduce    8P(N-1)/N              3.34 MB     3.34 MB
 
 Left out
     Buckets in the order that backward() shows, buffers broadcast in every step, compressed gradients.
@@ -409,9 +418,13 @@ class Ledger(TorchDispatchMode):
         seen = functools.reduce(operator.or_, everyone)  # the larger of each two counts
         gpu = self.result["device"] == "cuda"
         self.result["peak_bytes"] = torch.cuda.max_memory_allocated() if gpu else seen["peak_bytes"]
-        for part, title, rows in ("held", "per rank", held), ("sent", "per rank and step (ring bytes)", sent):
+        heading = f"{'held per rank':<16}{'formula':<18}{'':>12}{'measured':>12}"
+        for part, rows, title in (
+            ("held", held, heading),
+            ("sent", sent, "sent per rank and step (ring bytes)"),
+        ):
             self.result[part], keys = {}, ("measured",) if rows is held else ("calls", "payload", "wire")
-            self.say(f"{part} {title:<36}formula    measured")
+            self.say(title)
             for name, (formula, size) in rows.items():
                 row = self.result[part][name] = {key: round(seen[name, key]) for key in keys} | {
                     "formula": size
