@@ -52,7 +52,7 @@ class Lesson:
     worlds: tuple = (1, 2, 3, 4)
     flags: str = ""
     bad_flags: tuple = ()
-    max_lines: int = 490
+    max_lines: int = 500
     sent: object = lambda params, width, ranks: {}
 
     @property

@@ -1,16 +1,17 @@
-"""ddp.py beside PyTorch's own DistributedDataParallel: same weights, batches and threads, turn by turn in one run.
+"""ddp.py beside PyTorch's own DistributedDataParallel: same weights, batches, threads, turn by turn.
 
     python tools/bench.py --ranks 2 --size small
     python tools/bench.py --hosts 2 --rate 1gbit --size small      (Linux and root: see tools/hosts.sh)
     python tools/bench.py --ranks 1 --size small                   (ddp.py's own cost, beside the plain loop)
 
-First a few steps of each, which must end in equal weights. Then rounds, in each of which every contender runs
---steps steps, and each round starts with another contender. A line shows the median time of a step, and the median
-over rounds of the ratio of ddp.py's time to this one's, with its least and greatest.
+First a few steps of each, which must end in equal weights. Then rounds: in each, every contender runs --steps
+steps, and each round starts with another one. A line shows the median time of a step, and the ratio of
+ddp.py's time to it: its median, least and greatest over the rounds.
 
 Other flags are the lessons': --size, --batch, --accum, --dtype, --device, --clip ...
 """
 
+import functools
 import json
 import os
 import statistics
@@ -69,10 +70,9 @@ def finish():
 
 
 def contenders(config, device):
-    """ddp.py, the same computation without communication, torch's DDP as it comes and with ddp.py's buckets."""
-    ours = Contender(
-        "ddp.py", config, device, lambda model: lesson.DDP(model, config.bucket_mb, config.overlap)
-    )
+    """ddp.py; the same without communication; torch's DDP as it comes, and with the buckets of ddp.py."""
+    wrap = functools.partial(lesson.DDP, bucket_mb=config.bucket_mb, overlap=config.overlap)
+    ours = Contender("ddp.py", config, device, wrap)
     largest = max(bucket.flat.nbytes for bucket in ours.wrapped.buckets) / 2**20
     same = {"bucket_cap_mb": largest}
     yield ours

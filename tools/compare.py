@@ -1,6 +1,6 @@
-"""One table of finished runs, each held against the run of single.py: python tools/compare.py runs ddp zero1 ...
+"""One table of finished runs, each held against single.py's: python tools/compare.py runs ddp zero1 ...
 
-A lesson passes if every loss and every weight is single.py's within TOLERANCE: rounding may differ, nothing else.
+A lesson passes if each loss and each weight is single.py's within TOLERANCE: rounding may differ, no more.
 Reads runs/NAME.json and runs/NAME.pt, as --json and --save write them.
 """
 
