@@ -132,6 +132,8 @@ def find_problems(config, device, text_bytes):
         yield "--device cuda: no GPU is visible here; use --device cpu"
     if config.width % config.heads:
         yield f"--width {config.width}: must be a multiple of --heads {config.heads}"
+    if config.data and not os.path.exists(config.data):
+        yield f"--data {config.data}: no such file or folder"
     if text_bytes <= config.context:
         yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
     for path in filter(None, (config.save, config.json, config.trace)):
@@ -435,6 +437,7 @@ class Ledger(TorchDispatchMode):
         if self.config.json and dist.get_rank() == 0:
             Path(self.config.json).write_text(json.dumps(self.result))
         if self.config.save and dist.get_rank() == 0:
+            state_dict = {name: tensor.cpu() for name, tensor in state_dict.items()}
             torch.save(state_dict, self.config.save + ".tmp")
             os.replace(self.config.save + ".tmp", self.config.save)  # whole or not at all
         return self.result

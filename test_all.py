@@ -756,6 +756,39 @@ def test_a_killed_rank_ends_the_job_and_is_named(lesson):
     assert re.search(r"rank\s*: 1 ", rest) and "Signal 9 (SIGKILL)" in rest
 
 
+# ---- the table of run.sh ----
+
+
+@pytest.mark.parametrize("spoil", [None, "losses", "weights", "missing"])
+def test_the_table_fails_a_lesson_that_differs_by_name(spoil, tmp_path, capsys):
+    result, weights = run(SINGLE, 1, f"{TINY} --batch 12")
+    for name in ("single", "ddp"):
+        own, tensors = copy.deepcopy(result), {key: tensor.clone() for key, tensor in weights.items()}
+        if name == "ddp" and spoil == "losses":
+            own["losses"][1] += 2e-4
+        if name == "ddp" and spoil == "weights":
+            tensors["norm.bias"][3] += 2e-4
+        if name == "single" or spoil != "missing":
+            (tmp_path / f"{name}.json").write_text(json.dumps(own))
+            torch.save(tensors, tmp_path / f"{name}.pt")
+    failed = load(ROOT / "tools" / "compare.py").main(tmp_path, ["ddp"])
+    lines = capsys.readouterr().out.splitlines()
+    assert failed == (spoil is not None)
+    assert lines[-1] == ("0 passed, 1 failed" if spoil else "1 passed, 0 failed")
+    verdict = {
+        None: "same",
+        "losses": "losses differ",
+        "weights": "weights differ",
+        "missing": "did not finish",
+    }
+    assert lines[3].startswith("ddp ") and lines[3].endswith(verdict[spoil])
+
+
+def test_run_sh_says_which_lessons_there_are():
+    done = subprocess.run(["./run.sh", "nonsense"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "nonsense" in done.stderr and "ddp" in done.stderr
+
+
 # ---- mutants: an edit to a copy of a lesson, and the promise that it must be seen to break ----
 
 
