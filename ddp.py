@@ -34,7 +34,8 @@ Expect
       all-reduce    8P(N-1)/N              3.34 MB     3.34 MB
 
 Left out
-    Buckets in the order that backward() shows, buffers broadcast in every step, compressed gradients.
+    Buckets in the order that backward() shows, buffers broadcast in every step, compressed gradients, sparse
+    and complex parameters, create_graph=True.
 """
 
 import argparse
@@ -137,9 +138,9 @@ def find_problems(config, device, text_bytes):
     if text_bytes <= config.context:
         yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
     for path in filter(None, (config.save, config.json, config.trace)):
-        writable = os.access(os.path.join(os.path.dirname(path), "."), os.W_OK)
+        writable = os.access(os.path.join(Path(path).parent, "."), os.W_OK)
         if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
-            yield f"{path}: cannot be written; name a file in a folder that exists"
+            yield f"{path}: cannot be written; its parent folder must exist, and --trace alone is a folder"
 
 
 def microbatches(config, text, step, device, rank=0, ranks=1):
@@ -232,17 +233,21 @@ class Bucket:
         self.params, self.waiting_for, self.unused = params, set(params), []
         self.flat = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
         self.gradients, self.flags = self.flat.split([sum(sizes), len(params)])
-        self.views = {p: piece.view_as(p) for p, piece in zip(params, self.gradients.split(sizes))}
+        strides = [
+            torch.empty_like(p, device="meta").stride() for p in params
+        ]  # dense, but in the param's order
+        pieces = zip(params, strides, self.gradients.split(sizes))
+        self.views = {p: piece.as_strided(p.shape, stride) for p, stride, piece in pieces}
 
 
 def fill_buckets(params, bucket_mb):
     """Yield buckets of parameters of one dtype: 1 MiB, 2, 4 and so on up to bucket_mb, or a little more."""
     filling, limit = {}, min(1, bucket_mb)
     for p in params:
-        bucket = filling.setdefault(p.dtype, [])
+        bucket = filling.setdefault((p.dtype, p.device), [])
         bucket.append(p)
         if sum(q.nbytes for q in bucket) >= limit * 2**20:
-            yield Bucket(filling.pop(p.dtype))
+            yield Bucket(filling.pop((p.dtype, p.device)))
             limit = min(2 * limit, bucket_mb)
     yield from map(Bucket, filling.values())
 
@@ -250,8 +255,10 @@ def fill_buckets(params, bucket_mb):
 class DDP(nn.Module):
     """Averages the gradients of `module` over the ranks of `group` (arXiv 2006.15704, section 3.2).
 
-    Wrap before making the optimizer: all ranks get rank 0's parameters and buffers. In a step, put no_sync()
-    around all but the last backward(); then wait_for_gradients() or clip_grad_norm_(), and .grad is the mean.
+    Wrap before making the optimizer: all ranks get rank 0's parameters and buffers. In a step, all backward()
+    but the last stand in no_sync(). After the last call wait_for_gradients() or clip_grad_norm_(), with no
+    other collective on `group` in between: then each .grad is the mean. Raises ValueError if the ranks'
+    models differ, RuntimeError if a step has a second backward() outside no_sync().
 
     bucket_mb: MiB of gradients in an all-reduce (0: one all-reduce per parameter; None: a fifth of all, 25 at
     most). overlap: start an all-reduce when its bucket is full, rather than after backward().
@@ -261,13 +268,18 @@ class DDP(nn.Module):
         super().__init__()
         self.module, self.overlap, self.group, self.syncing = module, overlap, group, True
         self.ranks = dist.get_world_size(group)
-        shapes = [(p.shape, p.dtype, p.requires_grad) for p in module.parameters()]
-        everyone = [None] * self.ranks
+        tensors = [*module.parameters(), *module.buffers()]
+        shapes, everyone = [(t.shape, t.dtype, t.requires_grad) for t in tensors], [None] * self.ranks
         dist.all_gather_object(everyone, shapes, group)
-        assert all(other == shapes for other in everyone), "the ranks have different models"
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group_src=0, group=group)
+        if any(other != shapes for other in everyone):
+            raise ValueError("the ranks' models differ in the shape, dtype or requires_grad of some tensor")
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()  # gloo would write over the gaps of another layout
+            dist.broadcast(whole, group_src=0, group=group)
+            tensor.detach().copy_(whole)
         params = [p for p in module.parameters() if p.requires_grad][::-1]  # about the order of backward()
+        if not params:
+            raise ValueError("no parameter requires a gradient")
         if bucket_mb is None:
             bucket_mb = min(sum(p.nbytes for p in params) / 5 / 2**20, 25)
         self.buckets = list(fill_buckets(params, bucket_mb))
@@ -282,22 +294,24 @@ class DDP(nn.Module):
     @contextmanager
     def no_sync(self):
         """Within it, backward() only adds to this rank's own gradients."""
-        self.syncing = False
+        before, self.syncing = self.syncing, False
         try:
             yield
         finally:
-            self.syncing = True
+            self.syncing = before
 
     def _collect(self, param):
         """Hook, when backward() is done with a parameter: move its gradient into the bucket."""
         bucket = self.bucket_of[param]
+        if param not in bucket.waiting_for:
+            raise RuntimeError(
+                "backward() after the last of a step: first wait_for_gradients(), or use no_sync()"
+            )
         gradient, param.grad = param.grad, bucket.views[param]
         if not self.syncing:
             if gradient is not param.grad:
                 param.grad.copy_(gradient)
             return
-        if param not in bucket.waiting_for:
-            raise RuntimeError("a second backward() in a step: put no_sync() around all but the last")
         bucket.waiting_for.remove(param)
         # Ranks will be summed and their mean is wanted, so each share is divided: here, on its only move.
         torch.div(gradient, self.ranks, out=param.grad)
@@ -308,13 +322,14 @@ class DDP(nn.Module):
         """Start the next all-reduce: the same next on every rank, or they would add up different buckets."""
         bucket = self.to_launch.popleft()
         bucket.flags.fill_(1)
-        for i, param in enumerate(bucket.params):
+        for param, flag in zip(bucket.params, bucket.flags):
             if param in bucket.waiting_for and param.grad is None:  # unused here, but perhaps not everywhere
                 bucket.views[param].zero_()
-                bucket.flags[i].zero_()
-                bucket.unused.append(i)
+                flag.zero_()
+                bucket.unused.append((param, flag))
             elif param in bucket.waiting_for:  # used in an earlier microbatch only
-                param.grad.div_(self.ranks)
+                gradient, param.grad = param.grad, bucket.views[param]
+                torch.div(gradient, self.ranks, out=param.grad)
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     def _arrivals(self):
@@ -323,11 +338,9 @@ class DDP(nn.Module):
             self._launch()
         for bucket in self.buckets:
             bucket.work.wait()
-            for (
-                i
-            ) in bucket.unused:  # what no rank used gets no gradient, as on one device; others get the mean
-                param = bucket.params[i]
-                param.grad = bucket.views[param] if bucket.flags[i] > 0 else None
+            # What no rank used gets no gradient, as on one device; what some rank used gets the mean.
+            for param, flag in bucket.unused:
+                param.grad = bucket.views[param] if flag > 0 else None
             bucket.waiting_for, bucket.unused = set(bucket.params), []
             yield bucket
         self.to_launch = deque(self.buckets)

@@ -136,9 +136,9 @@ def find_problems(config, device, text_bytes):
     if text_bytes <= config.context:
         yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
     for path in filter(None, (config.save, config.json, config.trace)):
-        writable = os.access(os.path.join(os.path.dirname(path), "."), os.W_OK)
+        writable = os.access(os.path.join(Path(path).parent, "."), os.W_OK)
         if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
-            yield f"{path}: cannot be written; name a file in a folder that exists"
+            yield f"{path}: cannot be written; its parent folder must exist, and --trace alone is a folder"
 
 
 def microbatches(config, text, step, device, rank=0, ranks=1):
