@@ -235,9 +235,10 @@ class Bucket:
         self.gradients, self.flags = self.flat.split([sum(sizes), len(params)])
         strides = [
             torch.empty_like(p, device="meta").stride() for p in params
-        ]  # dense, but in the param's order
+        ]  # p's layout, but without gaps
         pieces = zip(params, strides, self.gradients.split(sizes))
         self.views = {p: piece.as_strided(p.shape, stride) for p, stride, piece in pieces}
+        self.flag = dict(zip(params, self.flags.split(1)))
 
 
 def fill_buckets(params, bucket_mb):
@@ -322,12 +323,12 @@ class DDP(nn.Module):
         """Start the next all-reduce: the same next on every rank, or they would add up different buckets."""
         bucket = self.to_launch.popleft()
         bucket.flags.fill_(1)
-        for param, flag in zip(bucket.params, bucket.flags):
-            if param in bucket.waiting_for and param.grad is None:  # unused here, but perhaps not everywhere
+        for param in bucket.waiting_for:  # those that the last backward() gave no gradient
+            if param.grad is None:  # unused on this rank, but perhaps not on all
                 bucket.views[param].zero_()
-                flag.zero_()
-                bucket.unused.append((param, flag))
-            elif param in bucket.waiting_for:  # used in an earlier microbatch only
+                bucket.flag[param].zero_()
+                bucket.unused.append(param)
+            else:  # used in an earlier microbatch
                 gradient, param.grad = param.grad, bucket.views[param]
                 torch.div(gradient, self.ranks, out=param.grad)
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
@@ -339,8 +340,8 @@ class DDP(nn.Module):
         for bucket in self.buckets:
             bucket.work.wait()
             # What no rank used gets no gradient, as on one device; what some rank used gets the mean.
-            for param, flag in bucket.unused:
-                param.grad = bucket.views[param] if flag > 0 else None
+            for param in bucket.unused:
+                param.grad = bucket.views[param] if bucket.flag[param] > 0 else None
             bucket.waiting_for, bucket.unused = set(bucket.params), []
             yield bucket
         self.to_launch = deque(self.buckets)

@@ -945,9 +945,9 @@ MUTANTS = [
     ("ddp", "any start", "[*module.parameters(), *module.buffers()]", "[*module.buffers()]"),
     ("ddp", "any start", "group_src=0", "group_src=self.ranks - 1"),
     ("ddp", "any module", "bucket.views[param].zero_()\n", "pass\n"),
-    ("ddp", "any module", "                flag.zero_()\n", ""),
-    ("ddp", "any module", "if flag > 0 else None", "if False else None"),
-    ("ddp", "any module", "param.grad = bucket.views[param] if flag > 0 else None", "pass"),
+    ("ddp", "any module", "                bucket.flag[param].zero_()\n", ""),
+    ("ddp", "any module", "if bucket.flag[param] > 0 else None", "if False else None"),
+    ("ddp", "any module", "param.grad = bucket.views[param] if bucket.flag[param] > 0 else None", "pass"),
     ("ddp", "any module", " " * 8 + DIVIDE[1:], " " * 16 + "pass\n"),
     ("ddp", "any module", "if p.requires_grad][::-1]", "][::-1]"),
     (
