@@ -233,9 +233,8 @@ class Bucket:
         self.params, self.waiting_for, self.unused = params, set(params), []
         self.flat = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
         self.gradients, self.flags = self.flat.split([sum(sizes), len(params)])
-        strides = [
-            torch.empty_like(p, device="meta").stride() for p in params
-        ]  # p's layout, but without gaps
+        # Each view has its parameter's order of dims (channels last, say), as fused optimizers rely on it.
+        strides = [torch.empty_like(p, device="meta").stride() for p in params]
         pieces = zip(params, strides, self.gradients.split(sizes))
         self.views = {p: piece.as_strided(p.shape, stride) for p, stride, piece in pieces}
         self.flag = dict(zip(params, self.flags.split(1)))
