@@ -23,9 +23,9 @@ Run
 
 Expect
     ddp | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 259.0 ms | 4.0 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 241.6 ms | 4.2 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 43.3 ms | 23.6 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 38.7 ms | 26.5 k tok/s
     held per rank   formula                           measured
       parameters    4P                     3.34 MB     3.34 MB
       gradients     4P                     3.34 MB     3.34 MB

@@ -23,9 +23,9 @@ Run
 
 Expect
     single | 1 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 16 per rank x 1 x 1 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 393.1 ms | 2.6 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 264.7 ms | 3.9 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 46.6 ms | 22.0 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 62.5 ms | 16.4 k tok/s
     held per rank   formula                           measured
       parameters    4P                     3.34 MB     3.34 MB
       gradients     4P                     3.34 MB     3.34 MB
