@@ -776,6 +776,31 @@ def command_line(path, flags, errors):
     runpy.run_path(path, run_name="__main__")
 
 
+def leave(path, flags, errors):
+    """In a process of its own: a whole run, and then the process group's workers must be gone.
+
+    One that is left may want the interpreter while that shuts down, which aborts the process now and then.
+    """
+    command_line(path, flags, errors)
+    threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    sys.exit(any("gloo_runloop" in name for name in threads))
+
+
+def check_exit(path, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(
+        target=leave, args=(path, f"{TINY} --batch 1".split(), str(tmp_path / "errors"))
+    )
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0, "the process group outlives destroy_process_group()"
+
+
+@every_lesson
+def test_no_thread_of_the_process_group_is_left_at_the_end(lesson, tmp_path):
+    check_exit(lesson.path, tmp_path)
+
+
 def check_refusals(lesson, path, rows, tmp_path):
     context = multiprocessing.get_context("forkserver")
     for row in rows:
@@ -906,6 +931,7 @@ CHECKS = {
     "wire": lambda lesson, path, tmp_path: check_wire(lesson, path),
     "one gradient": lambda lesson, path, tmp_path: check_one_gradient(path),
     "overlap": lambda lesson, path, tmp_path: check_overlap(path),
+    "exit": lambda lesson, path, tmp_path: check_exit(path, tmp_path),
     "refusals": lambda lesson, path, tmp_path: check_refusals(lesson, path, BAD, tmp_path),
 }
 
@@ -925,6 +951,7 @@ MUTANTS = [
     ("single", "masters", "                p.copy_(self.masters[p])\n", ""),
     ("single", "refusals", 'problem}", file=sys.stderr)', 'problem}\\nStopping.", file=sys.stderr)'),
     ("single", "refusals", "if any(problems):", "if False:"),
+    ("ddp", "exit", "import torch.distributed.nn", "#"),
     ("ddp", "parity", DIVIDE, DIVIDE.replace("self.ranks", "1")),
     ("ddp", "parity", DIVIDE, DIVIDE.replace("self.ranks", "2")),
     ("ddp", "parity", "microloss = ddp(*batch) / config.accum", "microloss = ddp(*batch)"),
