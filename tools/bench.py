@@ -1,66 +1,107 @@
-"""ddp.py beside PyTorch's own DistributedDataParallel: same weights, batches, threads, turn by turn.
+"""A lesson beside PyTorch's own modules and DeepSpeed: same weights, batches and threads, turn by turn.
 
-    python tools/bench.py --ranks 2 --size small
-    python tools/bench.py --hosts 2 --rate 1gbit --size small      (Linux and root: see tools/hosts.sh)
-    python tools/bench.py --ranks 1 --size small                   (ddp.py's own cost, beside the plain loop)
+    python tools/bench.py ddp --ranks 2 --size small
+    python tools/bench.py zero3 --hosts 2 --rate 1gbit --size small     (Linux and root: see tools/hosts.sh)
+    python tools/bench.py zero3 --also "--prefetch 0" --also "--keep"   (what each idea buys)
+    python tools/bench.py ddp --ranks 1 --size small                    (its own cost, beside the plain loop)
 
 First a few steps of each, which must end in equal weights. Then rounds: in each, every contender runs --steps
-steps, and each round starts with another one. A line shows the median time of a step, and the ratio of
-ddp.py's time to it: its median, least and greatest over the rounds.
+steps, and each round starts with another one. A line shows the median time of a step, and the ratio of the
+lesson's time to it: its median, least and greatest over the rounds. DeepSpeed takes part if it is installed.
 
-Other flags are the lessons': --size, --batch, --accum, --dtype, --device, --clip ...
+Other flags are the lessons': --size, --batch, --accum, --dtype, --device, --clip, --prefetch ...
 """
 
-import functools
+import argparse
+import importlib
 import json
+import logging
 import os
+import shlex
 import statistics
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import ddp as lesson  # noqa: E402  (found through the line above)
+import ddp  # noqa: E402  (found through the line above)
+
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2}  # of weights after 3 steps
 
 
 class Contender:
-    """A model of its own and one way to train it."""
+    """A model of its own, one way to train it, and its times."""
 
-    def __init__(self, name, config, device, wrap):
-        self.name, self.config, self.times = name, config, []
-        torch.manual_seed(config.seed)
-        self.model = lesson.GPT(config).to(device, lesson.DTYPES[config.dtype])
-        self.wrapped = wrap(self.model)
-        optimizer = lesson.OPTIMIZERS[config.optim]
-        self.optimizer = lesson.Optimizer(self.model.parameters(), optimizer, lr=config.lr, fused=True)
+    def __init__(self, name, model, wrapped, optimizer, weights=None, clip=None):
+        self.name, self.model, self.wrapped, self.optimizer, self.times = name, model, wrapped, optimizer, []
+        self.weights = weights or model.state_dict
+        self.clip = clip or (
+            lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
+        )
 
-    def step(self, batches):
+    def step(self, batches, config):
         for i, batch in enumerate(batches, start=1):
-            last = i == len(batches) or self.wrapped is self.model
-            with nullcontext() if last else self.wrapped.no_sync():
+            wait = i == len(batches) or not hasattr(self.wrapped, "no_sync")
+            with nullcontext() if wait else self.wrapped.no_sync():
                 (self.wrapped(*batch) / len(batches)).backward()
-        if isinstance(self.wrapped, lesson.DDP):
-            self.wrapped.clip_grad_norm_(self.config.clip)
-        else:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        self.clip(config.clip)
         self.optimizer.step()
         self.model.zero_grad()
 
-    def time(self, batches):
+    def time(self, batches, config):
         """ms of a step on the slowest rank, over --steps steps."""
         finish()
         start = time.perf_counter()
-        for _ in range(self.config.steps):
-            self.step(batches)
+        for _ in range(config.steps):
+            self.step(batches, config)
         finish()
-        self.times.append(1e3 * (time.perf_counter() - start) / self.config.steps)
+        self.times.append(1e3 * (time.perf_counter() - start) / config.steps)
+
+
+class DeepSpeed(Contender):
+    """Its engine clips and steps by itself."""
+
+    def __init__(self, stage, model, config, optimizer):
+        self.name, self.model, self.times = f"DeepSpeed stage {stage}", model, []
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        import deepspeed
+
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": config.batch // dist.get_world_size() // config.accum,
+                "gradient_accumulation_steps": config.accum,
+                "gradient_clipping": config.clip,
+                "bf16": {"enabled": config.dtype == "bf16"},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+            },
+        )
+        self.gathered = lambda: deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+    def step(self, batches, config):
+        for batch in batches:
+            self.engine.backward(self.engine(*batch))
+            self.engine.step()
+
+    def weights(self):
+        with self.gathered() if "3" in self.name else nullcontext():
+            return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
 
 def finish():
@@ -69,47 +110,110 @@ def finish():
     dist.barrier()
 
 
-def contenders(config, device):
-    """ddp.py; the same without communication; torch's DDP as it comes, and with the buckets of ddp.py."""
-    wrap = functools.partial(lesson.DDP, bucket_mb=config.bucket_mb, overlap=config.overlap)
-    ours = Contender("ddp.py", config, device, wrap)
-    largest = max(bucket.flat.nbytes for bucket in ours.wrapped.buckets) / 2**20
-    same = {"bucket_cap_mb": largest}
-    yield ours
-    yield Contender("compute alone", config, device, lambda model: model)
-    yield Contender("torch DDP, defaults", config, device, DistributedDataParallel)
-    name = f"torch DDP, {largest:.1f} MB buckets"
-    yield Contender(name, config, device, lambda model: DistributedDataParallel(model, **same))
-    views = same | {"gradient_as_bucket_view": True}
-    yield Contender(name + ", views", config, device, lambda model: DistributedDataParallel(model, **views))
+def ours(lesson, name, config, device):
+    """The lesson, put together as in its own train()."""
+    model = new_model(lesson, config, device)
+    is_block = lambda submodule: isinstance(submodule, lesson.Block)  # noqa: E731
+    wrap = {
+        "ddp": lambda: lesson.DDP(model, config.bucket_mb, config.overlap),
+        "zero1": lambda: lesson.ZeRO1(model, is_block, config.overlap),
+        "zero2": lambda: lesson.ZeRO2(model, is_block, config.overlap),
+        "zero3": lambda: lesson.ZeRO3(model, is_block, config.prefetch, config.keep),
+    }
+    wrapped = wrap[lesson.__name__]()
+    over = model.parameters() if lesson.__name__ == "ddp" else wrapped
+    optimizer = lesson.Optimizer(over, lesson.OPTIMIZERS[config.optim], lr=config.lr, fused=True)
+    weights = lambda: optimizer.state_dict_of(model)  # noqa: E731
+    return Contender(name, model, wrapped, optimizer, weights, wrapped.clip_grad_norm_)
 
 
-def main(config):
+def new_model(lesson, config, device):
+    torch.manual_seed(config.seed)
+    return lesson.GPT(config).to(device, lesson.DTYPES[config.dtype])
+
+
+def peers(lesson, first, config, device):
+    """Yield the contenders, their models all with the same weights as the first's, the lesson's."""
+    name, options = lesson.__name__, {"lr": config.lr, "fused": True}
+    optimizer_class = lesson.OPTIMIZERS[config.optim]
+
+    def plain(title, wrap, make=None):
+        model = new_model(lesson, config, device)
+        if make:
+            return Contender(title, model, wrap(model), make(model.parameters(), optimizer_class, **options))
+        wrapped = wrap(model)
+        optimizer = ddp.Optimizer(model.parameters(), optimizer_class, **options)
+        return Contender(title, model, wrapped, optimizer, lambda: optimizer.state_dict_of(model))
+
+    yield plain("compute alone", lambda model: model)
+    if name in ("ddp", "zero1"):
+        yield plain("torch DDP, defaults", DistributedDataParallel)
+    if name == "ddp":
+        largest = max(bucket.flat.nbytes for bucket in first.wrapped.buckets) / 2**20
+        title, same = f"torch DDP, {largest:.1f} MB buckets", {"bucket_cap_mb": largest}
+        yield plain(title, lambda model: DistributedDataParallel(model, **same))
+        views = same | {"gradient_as_bucket_view": True}
+        yield plain(title + ", views", lambda model: DistributedDataParallel(model, **views))
+    if name == "zero1":
+        yield plain("DDP + ZeroRedundancyOptimizer", DistributedDataParallel, ZeroRedundancyOptimizer)
+    if name == "zero3":
+        yield fsdp2(lesson, config, device, optimizer_class, options)
+    if name.startswith("zero") and importlib.util.find_spec("deepspeed"):
+        model = new_model(lesson, config, device)
+        yield DeepSpeed(int(name[-1]), model, config, optimizer_class(model.parameters(), **options))
+
+
+def fsdp2(lesson, config, device, optimizer_class, options):
+    """Units as in zero3.py; in bf16 with fp32 masters, as FSDP2 does it."""
+    torch.manual_seed(config.seed)
+    model = lesson.GPT(config).to(device, lesson.DTYPES["fp32" if config.dtype == "bf16" else config.dtype])
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if config.dtype == "bf16" else None
+    policy = {"mp_policy": mixed} if mixed else {}
+    for block in model.blocks:
+        fully_shard(block, **policy)
+    fully_shard(model, **policy)
+    optimizer = optimizer_class(model.parameters(), **options)
+
+    def whole(tensor):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    weights = lambda: {name: whole(tensor) for name, tensor in model.state_dict().items()}  # noqa: E731
+    clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))  # noqa: E731
+    return Contender("torch FSDP2", model, model, optimizer, weights, clip)
+
+
+def main(lesson, bench, flags):
+    config = lesson.parse(flags)
     device, text = lesson.set_up(config)
     torch.set_num_threads(1)
-    say = print if dist.get_rank() == 0 else lambda line: None
+    say = print if dist.get_rank() == 0 else lambda *line, **how: None
     batches = list(lesson.microbatches(config, text, 1, device, dist.get_rank(), dist.get_world_size()))
-    entries = list(contenders(config, device))
-    ours = entries[0]
+    first = ours(lesson, f"{bench.lesson}.py", config, device)
+    entries = [first, *peers(lesson, first, config, device)]
+    for more in bench.also:
+        other = lesson.parse([*flags, *shlex.split(more)])
+        lesson.set_up(other)
+        entries.append(ours(lesson, f"{bench.lesson}.py {more}", other, device))
     for entry in entries:
         for _ in range(3):
-            entry.step(batches)
-    for entry in entries:
-        pairs = zip(ours.model.parameters(), entry.model.parameters())
-        apart = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
-        alone = entry.wrapped is entry.model and dist.get_world_size() > 1
-        if not alone and not apart < 1e-5:
-            sys.exit(
-                f"{entry.name} ended {apart:.1e} away from ddp.py's weights: its time would mean nothing"
-            )
-    say("after 3 steps all weights are equal within 1e-5 (compute alone, which averages nothing, aside)")
-    for turn in range(config.rounds):
+            entry.step(batches, config)
+    expected = {key: tensor.clone() for key, tensor in first.weights().items()}
+    for entry in entries[1:]:
+        weights = entry.weights()  # with the help of all ranks
+        pairs = ((expected[key].double(), weights[key].double()) for key in expected)
+        apart = max(((a - b.to(a.device)).abs().max().item() for a, b in pairs), default=0)
+        alone = entry.name == "compute alone" and dist.get_world_size() > 1
+        if not alone and not apart < TOLERANCE[config.dtype]:
+            sys.exit(f"{entry.name} ended {apart:.1e} from {first.name}: its time would mean nothing")
+    say("after 3 steps all weights are equal (but for compute alone, which hears of one share of the batch)")
+    for turn in range(bench.rounds):
         for i in range(len(entries)):
-            entries[(turn + i) % len(entries)].time(batches)
-    say(f"{'torch ' + torch.__version__:<40}{'ms/step':>10}{'ddp.py / this':>16}{'least':>8}{'most':>7}")
+            entries[(turn + i) % len(entries)].time(batches, config)
+    ratio = f"{first.name} / this"
+    say(f"{'torch ' + torch.__version__:<40}{'ms/step':>10}{ratio:>16}{'least':>8}{'most':>7}")
     table = {}
     for entry in entries:
-        ratios = [a / b for a, b in zip(ours.times, entry.times)]
+        ratios = [a / b for a, b in zip(first.times, entry.times)]
         table[entry.name] = {"ms": statistics.median(entry.times), "ratio": statistics.median(ratios)}
         numbers = f"{statistics.median(entry.times):>10.1f}{statistics.median(ratios):>16.3f}"
         say(f"  {entry.name:<38}{numbers}{min(ratios):>8.3f}{max(ratios):>7.3f}")
@@ -119,27 +223,26 @@ def main(config):
 
 
 def parse():
-    parser = lesson.flags()
-    parser.add_argument("--bucket-mb", type=float, help="of ddp.py")
-    parser.add_argument(
-        "--overlap", default=True, action=lesson.argparse.BooleanOptionalAction, help="of ddp.py"
-    )
+    """(what is for this tool, what is for the lesson)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("lesson", choices=["ddp", "zero1", "zero2", "zero3"])
     parser.add_argument("--ranks", type=int, default=2, help="processes (on one host)")
     parser.add_argument("--hosts", type=int, default=1, help="hosts of one rank each, in network namespaces")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, in tc's words")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
-    parser.set_defaults(steps=3)
-    return parser.parse_args()
+    parser.add_argument("--also", action="append", default=[], help="the lesson once more, with these flags")
+    bench, flags = parser.parse_known_args()
+    return bench, flags if "--steps" in flags else [*flags, "--steps", "3"]
 
 
 if __name__ == "__main__":
-    config = parse()
+    bench, flags = parse()
     if "RANK" in os.environ:
-        main(config)
+        main(importlib.import_module(bench.lesson), bench, flags)
     else:  # start again, on all ranks
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={config.ranks}"]
-        if config.hosts > 1:
-            launcher = [str(ROOT / "tools" / "hosts.sh"), str(config.hosts), config.rate, "--"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={bench.ranks}"]
+        if bench.hosts > 1:
+            launcher = [str(ROOT / "tools" / "hosts.sh"), str(bench.hosts), bench.rate, "--"]
             os.environ["PYTHON"] = sys.executable
         os.execv(launcher[0], [*launcher, os.path.abspath(__file__), *sys.argv[1:]])

@@ -1,0 +1,656 @@
+"""ZeRO-3, or FSDP: as zero2.py, and a rank keeps its share of the weights; a unit is whole while in use.
+
+Idea
+    Before a unit (a transformer block, say) runs, its weights are gathered from all ranks; after it they are
+    freed; before its backward they are gathered again (ZeRO, arXiv 1910.02054, sections 5.3 and 7.2.2; FSDP,
+    arXiv 2304.11277, section 3). The next unit's weights travel while this one computes. What is freed is the
+    storage, not the tensor: autograd keeps the weights that it will need, and finds them refilled by then.
+
+Holds
+    bytes         fp32    bf16    fp64     of P parameters; shares are padded by N-1 elements a unit at most
+    parameters    4P/N    2P/N    8P/N     + 1 + --prefetch units, + what belongs to no unit (embeddings)
+    gradients     4P/N    2P/N    8P/N     + 2 units, one that backward() fills and one that travels (over
+                                           gloo 3: what arrives is added up in a buffer), + 1 parameter's
+    AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
+
+Talks
+    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                  | backward 1 ...
+    network | gather 2  | gather 3  |           | gather 2   | gather 1 | reduce-scatter 3 | reduce-scatter 2
+    The last unit stays whole from its forward to its backward, which comes next; --keep has all of them stay.
+
+Costs
+    On a ring, per microbatch: two all-gathers and a reduce-scatter, together 3P(N-1)/N elements per rank, 1.5
+    times what zero2.py sends; less R(N-1)/N for the R parameters that are gathered once: those of no unit and
+    of the last (of all, with --keep). (Notes that write 1P, 2P, 2P, 3P for DDP and the stages count an
+    all-reduce's payload once. On the wire they are 2P, 2P, 2P and 3P.)
+
+Run
+    torchrun --nproc_per_node=2 zero3.py
+    torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
+
+Expect
+EXPECT
+Left out
+    Parameter groups with options of their own, optimizers that are not elementwise (LAMB, Muon), sparse and
+    complex parameters, create_graph=True, a forward that reads a unit's weights outside the unit, ranks that
+    call units in different orders.
+"""
+
+import argparse
+import functools
+import json
+import operator
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # torch.optim would load it later, and then it would hold on to our process group
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+# ==== toy model: the same lines in every lesson ====
+SIZES = {"toy": (4, 4, 128, 64, 256), "small": (6, 8, 256, 128, 256), "gpt2": (12, 12, 768, 1024, 50257)}
+SIZES |= {"gpt2-xl": (48, 25, 1600, 1024, 50257), "7.5b": (32, 34, 4352, 2048, 50257)}
+SHAPE = ("layers", "heads", "width", "context", "vocab")  # text is bytes: the first 256 of the vocabulary
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error, add = refuse, parser.add_argument
+    add("--size", default="toy", choices=SIZES, help=", ".join(SHAPE) + " together")
+    for name in SHAPE:
+        add("--" + name, type=int, help="in place of the size's")
+    add("--steps", type=int, default=20, help="optimizer steps")
+    add("--batch", type=int, default=16, help="sequences in the global batch of an optimizer step")
+    add("--accum", type=int, default=1, help="microbatches that each rank accumulates per step")
+    add("--optim", default="adamw", choices=OPTIMIZERS, help="sgd shows a wrong scale, adamw hides it")
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--clip", type=float, default=1.0, help="limit of the global gradient norm (0: none)")
+    add("--seed", type=int, default=0, help="seed of weights and batches")
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 keeps fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if each rank has a GPU")
+    add("--data", help="text file or folder, read as bytes (none: the sources of Python's standard library)")
+    add("--save", help="file for the full-precision state_dict")
+    add("--json", help="file for the ledger")
+    add("--trace", help="folder for a Chrome trace per rank (its first step is slow: the ledger looks on)")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{os.path.basename(sys.argv[0])}: {problem}", file=sys.stderr)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(2)
+
+
+def set_up(config):
+    """Join (once) the world that torchrun describes, or a world of one. Returns the device and the text."""
+    gpus, device = torch.cuda.device_count() * (config.device != "cpu"), torch.device("cpu")
+    gpu_each = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if gpu_each or (gpus and config.device == "cuda"):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(minutes=10), **alone)
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
+    root = Path(config.data or os.path.dirname(os.__file__))
+    files = [root] if root.is_file() else sorted(root.rglob("*") if config.data else root.glob("*.py"))
+    files = [np.memmap(f, np.uint8, "r") for f in files if f.is_file() and f.stat().st_size]
+    text = files[0] if len(files) == 1 else np.concatenate([*files, np.empty(0, np.uint8)])
+    problems = [None] * dist.get_world_size()  # of all ranks: a file may be missing on one host only
+    dist.all_gather_object(problems, next(find_problems(config, device, len(text)), None))
+    if any(problems):
+        refuse(next(filter(None, problems)))
+    torch.manual_seed(config.seed)
+    return device, text
+
+
+def find_problems(config, device, text_bytes):
+    """Yield what stands in the way of training, each in one line."""
+    for name, value in vars(config).items():  # counts start at 1, other numbers at 0
+        least = {"seed": 0, "prefetch": 0, "vocab": 256}.get(name, 1 if type(value) is int else 0)
+        if type(value) in (int, float) and not value >= least:
+            yield f"--{name.replace('_', '-')} {value}: must be {least} or more"
+    if config.device == "cuda" != device.type:
+        yield "--device cuda: no GPU is visible here; use --device cpu"
+    if config.width % config.heads:
+        yield f"--width {config.width}: must be a multiple of --heads {config.heads}"
+    if config.data and not os.path.exists(config.data):
+        yield f"--data {config.data}: no such file or folder"
+    if text_bytes <= config.context:
+        yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
+    for path in filter(None, (config.save, config.json, config.trace)):
+        writable = os.access(os.path.join(Path(path).parent, "."), os.W_OK)
+        if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
+            yield f"{path}: cannot be written; its parent folder must exist, and --trace alone is a folder"
+
+
+def microbatches(config, text, step, device, rank=0, ranks=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / ranks / accum, T) each."""
+    generator = np.random.default_rng((config.seed, step))
+    starts = generator.integers(len(text) - config.context, size=config.batch)
+    for own in starts.reshape(ranks, config.accum, -1)[rank]:
+        tokens = torch.from_numpy(np.stack([text[i : i + config.context + 1] for i in own])).to(device).long()
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with H heads, (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Mean loss of inputs and targets, (B, T) each; the head's weight is the embedding's."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens, self.positions = (nn.Embedding(n, config.width) for n in (config.vocab, config.context))
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, inputs, targets):
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight).flatten(0, 1)  # (B T, V)
+        return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets.flatten())
+
+
+# ==== end of the toy model ====
+
+
+class Optimizer:
+    """A torch optimizer on this rank's share of each unit's weights; in fp32 on masters, if they are bf16."""
+
+    def __init__(self, zero, optimizer_class, **options):
+        self.zero, self.groups = zero, []
+        for unit in zero.trained:
+            pieces = {p: unit.master[where] for p, where in unit.pieces.items()}
+            optimizer = optimizer_class(list(pieces.values()), **options) if pieces else None
+            self.groups.append((unit, pieces, optimizer))
+
+    @torch.no_grad()
+    def step(self):
+        """Step this rank's share of each unit. The weights are gathered when they are used."""
+        for unit, pieces, optimizer in self.groups:
+            gradient = unit.own_gradient.to(unit.master.dtype)
+            unit.own_gradient = None
+            for p, piece in pieces.items():
+                piece.grad = None if p in self.zero.unused else gradient[unit.pieces[p]]
+            if optimizer:
+                optimizer.step()
+            for piece in pieces.values():
+                piece.grad = None
+            unit.own.copy_(unit.master)
+            unit.reshard()  # a forward without a backward may have left it whole, and old
+
+    def tensors(self):
+        """What it holds beyond the model: masters, moments, step counts."""
+        masters = [unit.master for unit in self.zero.units if unit.master is not unit.own]
+        return masters + tree_leaves([optimizer.state for *_, optimizer in self.groups if optimizer])
+
+    def state_dict_of(self, model):
+        """The model's, with masters in place of the parameters that have them: on rank 0, empty on others."""
+        whole, rank = {}, dist.get_rank(self.zero.group)
+        for unit in self.zero.units:  # a unit at a time, so that others hold no more than one
+            flat = unit.master.new_empty(len(unit.weights))
+            all_gather(flat, unit.master, self.zero.group)()
+            if rank == 0:
+                whole |= {p: view.to("cpu", copy=True) for p, view in unit.views_of(flat).items()}
+        tensors = model.state_dict(keep_vars=True).items() if rank == 0 else ()
+        return {name: whole.get(tensor, tensor).detach() for name, tensor in tensors}
+
+
+# torch 2.13 has new names for these two, and warns of the old.
+nccl_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+nccl_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(flat, shard, group):
+    """Start to put the ranks' shards together as `flat`; the function returned waits for it."""
+    if dist.get_backend(group) != "gloo":
+        return nccl_all_gather(flat, shard, group=group, async_op=True).wait
+    # gloo's own copies all of it twice. A broadcast of each shard sends as much and takes half the time.
+    shards = flat.chunk(dist.get_world_size(group))
+    shards[dist.get_rank(group)].copy_(shard)
+    works = [dist.broadcast(s, group_src=i, group=group, async_op=True) for i, s in enumerate(shards)]
+    return lambda: [work.wait() for work in works]
+
+
+def reduce_scatter(shard, flat, group):
+    """Start to add up the ranks' `flat`: (function that waits for this rank's 1/N in `shard`, its buffer)."""
+    if dist.get_backend(group) != "gloo":
+        return nccl_reduce_scatter(shard, flat, group=group, async_op=True).wait, None
+    # gloo's own is an all-reduce and a slice, twice the bytes. To sum what all-to-all brings is faster there.
+    shares = torch.empty_like(flat)
+    work = dist.all_to_all_single(shares, flat, group=group, async_op=True)
+
+    def wait():
+        work.wait()
+        torch.sum(shares.view(-1, len(shard)), dim=0, out=shard)
+
+    return wait, shares
+
+
+class Unit:
+    """Parameters as views of flat weights, stored while whole; their gradients likewise, in backward()."""
+
+    def __init__(self, params, device, rank, ranks):
+        self.params, self.waiting_for, self.arrival, self.undone = params, set(params), None, False
+        share = -(-sum(p.numel() for p in params) // ranks)  # rounded up: the last shares may be padded
+        self.layout, self.pieces, start = [], {}, 0
+        for p in params:
+            # A view has its parameter's order of dims (channels last, say), as fused optimizers rely on it.
+            self.layout.append((p, p.shape, torch.empty_like(p, device="meta").stride(), start))
+            first, last = max(start - rank * share, 0), min(start + p.numel() - rank * share, share)
+            if first < last:
+                self.pieces[p] = slice(first, last)  # where it lies in this rank's share
+            start += p.numel()
+        self.weights = torch.zeros(ranks * share, dtype=params[0].dtype, device=device)
+        for p, view in self.views_of(self.weights).items():
+            p.data = view.copy_(p.detach())
+        self.own = self.weights.chunk(ranks)[rank].clone()
+        wide = self.own.dtype == torch.bfloat16 and params[0].requires_grad
+        self.master = self.own.float() if wide else self.own
+        self.gradients = self.own_gradient = None
+        self.reshard()
+
+    def unshard(self, group):
+        """Start to gather the weights, if that has not been done."""
+        storage = self.weights.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.weights.nbytes)
+            self.arrival = all_gather(self.weights, self.own, group)
+
+    def wait_for_weights(self):
+        if self.arrival:
+            self.arrival()
+            self.arrival = None
+
+    def reshard(self):
+        """Free the weights but for this rank's share. Views, autograd's too, wait for unshard()."""
+        self.wait_for_weights()
+        self.weights.untyped_storage().resize_(0)
+
+    def allocate_gradients(self):
+        self.gradients = torch.empty_like(self.weights)
+        self.gradients[sum(p.numel() for p in self.params) :] = 0  # the padding
+        self.views = self.views_of(self.gradients)
+
+    def views_of(self, flat):
+        """{parameter: its part of a flat tensor}."""
+        return {p: flat.as_strided(shape, stride, start) for p, shape, stride, start in self.layout}
+
+
+def find_units(module, is_unit):
+    """Yield (submodule, parameters of a kind that only it uses); first the module and what is left."""
+    submodules = [m for m in module.modules() if is_unit(m) and m is not module]
+    users = Counter(p for m in submodules for p in m.parameters())
+    rest = [p for p in module.parameters() if users[p] != 1]  # tied ones, used by two units, too
+    for m, params in [(module, rest), *((m, m.parameters()) for m in submodules)]:
+        params = [p for p in params if m is module or users[p] == 1]
+        for kind in dict.fromkeys((p.dtype, p.requires_grad) for p in params):
+            yield m, [p for p in params if (p.dtype, p.requires_grad) == kind]
+
+
+class ZeRO3(nn.Module):
+    """Keeps on each rank of `group` 1/N of the weights, gradients and masters of `module` (section 5.3).
+
+    Wrap before making the Optimizer: all ranks get rank 0's parameters and buffers. In a step any number of
+    forward() and backward() calls, then clip_grad_norm_(), with no other collective on `group` in between,
+    and then Optimizer.step(). After backward() every .grad is None. All ranks must call the units in the same
+    order. Raises ValueError if the ranks' models differ.
+
+    is_unit: of a submodule, whether its weights come and go together, and are used in its forward() alone;
+    what belongs to none, or to two (tied weights), is whole from the start of forward() to the end of
+    backward(). prefetch: so many units are gathered ahead. keep: what is gathered stays until backward().
+    device: where the shares live (None: where the parameters are; the module may be elsewhere).
+    """
+
+    def __init__(
+        self, module, is_unit=lambda submodule: False, prefetch=1, keep=False, device=None, group=None
+    ):
+        super().__init__()
+        self.module, self.prefetch, self.keep, self.group = module, prefetch, keep, group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        tensors = [*module.parameters(), *module.buffers()]
+        shapes, everyone = [(t.shape, t.dtype, t.requires_grad) for t in tensors], [None] * self.ranks
+        dist.all_gather_object(everyone, shapes, group)
+        if any(other != shapes for other in everyone):
+            raise ValueError("the ranks' models differ in the shape, dtype or requires_grad of some tensor")
+        if not any(p.requires_grad for p in module.parameters()):
+            raise ValueError("no parameter requires a gradient")
+        for tensor in tensors:
+            whole = tensor.detach().to(device).contiguous()  # gloo would write over another layout's gaps
+            dist.broadcast(whole, group_src=0, group=group)
+            tensor.detach().copy_(whole)
+        for buffer in module.buffers():
+            buffer.data = buffer.to(device)
+        self.units_of = {module: []}
+        for submodule, params in find_units(module, is_unit):
+            unit = Unit(params, device or params[0].device, self.rank, self.ranks)
+            self.units_of.setdefault(submodule, []).append(unit)
+        for submodule in self.units_of:
+            submodule.register_forward_pre_hook(self._before_forward)
+            submodule.register_forward_hook(self._after_forward)
+        self.units = [unit for units in self.units_of.values() for unit in units]
+        self.trained = [unit for unit in self.units if unit.params[0].requires_grad]
+        self.unit_of = {p: unit for unit in self.trained for p in unit.params}
+        for p in self.unit_of:
+            p.register_post_accumulate_grad_hook(self._collect)
+        self.travelling, self.used, self.unused = None, set(), set()
+        self.expected, self.called = list(self.units_of), []  # submodules, in the last forward and in this
+        self.to_undo, self.in_backward = [], False  # the calls that backward() will come to
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def gradients(self):
+        """All of them that are alive, in units or shares of units."""
+        tensors = [g for unit in self.units for g in (unit.gradients, unit.own_gradient)]
+        return [*tensors, *(p.grad for p in self.unit_of), *(self.travelling or ())]
+
+    def _before_forward(self, submodule, args):
+        """Hook: gather what this call needs, and start on what the next ones did in the last forward."""
+        if submodule is self.module and self.called:
+            self.expected, self.called = self.called, []
+        self.called.append(submodule)
+        done = len(self.called)
+        self._gather([submodule, *self.expected[done : done + self.prefetch]])
+
+    def _gather(self, submodules):
+        """Start to gather the weights of these, and wait for those of the first."""
+        for unit in (unit for submodule in submodules for unit in self.units_of[submodule]):
+            unit.unshard(self.group)
+        for unit in self.units_of[submodules[0]]:
+            unit.wait_for_weights()
+
+    def _after_forward(self, submodule, args, output):
+        """Hook: free what backward() does not need first, and ask to be told when it comes here."""
+        if self.in_backward:  # activation checkpointing, which runs forward() again
+            return
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(functools.partial(self._before_backward, len(self.to_undo)))
+        if tensors:
+            self.to_undo.append(submodule)
+        stays = tensors and (self.keep or submodule in (self.module, self.expected[-1]))
+        done = [] if stays else self.units_of if submodule is self.module else [submodule]
+        for unit in (unit for submodule in done for unit in self.units_of[submodule]):
+            unit.reshard()
+
+    def _before_backward(self, call, gradient):
+        """Hook, when backward() comes to a call: those after it are done, so free and reduce their units."""
+        self._begin_backward()
+        calls = {self.module, *self.to_undo[: call + 1]}  # the module's own weights may be used to the end
+        done = [m for m in dict.fromkeys(self.to_undo[:call:-1]) if m not in calls]
+        done = [unit for submodule in done for unit in self.units_of[submodule] if not unit.undone]
+        for unit in done:
+            unit.reshard()
+        ahead = self.to_undo[max(call - self.prefetch, 0) : call]
+        self._gather([self.to_undo[call], *ahead[::-1]])
+        for unit in done:
+            self._reduce(unit)
+
+    def _begin_backward(self):
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            self._wait_for_travelling()  # the last unit of the backward() before may be the first of this
+
+    def _end_of_backward(self):
+        for submodule in dict.fromkeys([*self.to_undo[::-1], *self.units_of]):
+            for unit in self.units_of[submodule]:
+                unit.reshard()
+                if not unit.undone:
+                    self._reduce(unit)
+        for unit in self.units:
+            unit.undone = False
+        self.to_undo, self.in_backward = [], False
+
+    def _collect(self, param):
+        """Hook, when backward() is done with a parameter: move its gradient into its unit's."""
+        self._begin_backward()
+        unit = self.unit_of[param]
+        if unit.undone:
+            raise RuntimeError(
+                "a gradient came after its unit's backward: are its weights used outside of it?"
+            )
+        if unit.gradients is None:
+            unit.allocate_gradients()
+        # Ranks will be summed and their mean is wanted, so each share is divided: here, on its only move.
+        torch.div(param.grad, self.ranks, out=unit.views[param])
+        param.grad = None
+        unit.waiting_for.remove(param)
+        self.used.add(param)
+
+    def _reduce(self, unit):
+        """Start a unit's reduce-scatter: the same on every rank, or they would add up different units."""
+        unit.undone = True
+        if not unit.params[0].requires_grad:
+            return
+        if unit.gradients is None:
+            unit.allocate_gradients()
+        for param in unit.waiting_for:  # unused on this rank, but perhaps not on all
+            unit.views[param].zero_()
+        unit.waiting_for = set(unit.params)
+        self._wait_for_travelling()
+        shard = unit.gradients.new_empty(len(unit.own))
+        wait, buffer = reduce_scatter(shard, unit.gradients, self.group)
+        self.travelling = (unit, wait, shard, buffer)
+
+    def _wait_for_travelling(self):
+        """Free the gradients that were sent last, and keep this rank's share of their sum."""
+        if self.travelling:
+            unit, wait, shard, _ = self.travelling
+            wait()
+            unit.own_gradient = shard if unit.own_gradient is None else unit.own_gradient.add_(shard)
+            self.travelling = unit.gradients = unit.views = None
+
+    def clip_grad_norm_(self, max_norm):
+        """Wait for this rank's gradients; scale them to a global norm of at most max_norm (0: any).
+
+        Returns the norm before.
+        """
+        self._wait_for_travelling()
+        squares = []
+        for unit in self.trained:
+            wide = torch.promote_types(unit.own_gradient.dtype, torch.float32)
+            squares.append(torch.linalg.vector_norm(unit.own_gradient, dtype=wide).double().square())
+        # Each element is in one share, and each parameter in one unit. With their sum go flags: who was used?
+        used = [p in self.used for p in self.unit_of]
+        flags = torch.tensor(used, dtype=torch.float64, device=squares[0].device)
+        total = torch.cat([torch.stack(squares).sum().view(1), flags])
+        dist.all_reduce(total, group=self.group)
+        # What no rank used gets no gradient, as on one device. (A look at a flag makes the host wait.)
+        somewhere = zip(self.unit_of, used, total[1:])
+        self.unused = {p for p, here, flag in somewhere if not here and not flag > 0}
+        norm = total[0].sqrt()
+        for unit in self.trained:
+            if max_norm:  # always, as `if scale < 1` would make the host wait for the device
+                unit.own_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        self.used = set()
+        return norm
+
+
+# ==== ledger: the same lines in every lesson ====
+# {operator: (what it does, passes round the ring)}. Over gloo, where that is faster, an all-to-all does the
+# work of a reduce-scatter, and a broadcast from each rank that of an all-gather.
+RING = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1), "send": ("send", 0)}
+RING |= {"alltoall": ("reduce-scatter", 1), "allgather": ("all-gather", 1), "broadcast": ("all-gather", 1)}
+
+
+class Ledger(TorchDispatchMode):
+    """Prints the run. While on, it sees every operator: bytes alive, by name, and given to collectives."""
+
+    def __init__(self, lesson, config, device, model, gradients=None):
+        super().__init__()
+        self.gradients = gradients or (lambda: [p.grad for p in model.parameters()])
+        self.config, self.clock = config, time.perf_counter()
+        self.names, self.seen = WeakIdKeyDictionary(), Counter()
+        ranks, backend = dist.get_world_size(), dist.get_backend()
+        P = sum(p.numel() for p in model.parameters())
+        self.result = {"lesson": lesson, "world_size": ranks, "backend": backend, "device": device.type}
+        self.result |= {"dtype": config.dtype, "n_params": P, "losses": [], "grad_norms": [], "step_ms": []}
+        self.say = print if dist.get_rank() == 0 else lambda line: None
+        share = f"{config.batch // ranks // config.accum} per rank x {config.accum} x {ranks} ranks"
+        size = f"{P / 1e6:.2f} M parameters (P) | {config.dtype} | batch {config.batch} = {share}"
+        self.say(f"{lesson} | {ranks} ranks {backend}/{device.type} | {size}")
+        self.watch("parameters", [*model.parameters(), *model.buffers()])
+        if config.trace:
+            keep = torch.profiler.tensorboard_trace_handler(config.trace, f"{lesson}-rank{dist.get_rank()}")
+            self.profiler = torch.profiler.profile(on_trace_ready=keep)
+            self.profiler.start()
+
+    def watch(self, name, tensors):
+        """Count the storages of these tensors as `name` for as long as they live."""
+        for storage in {tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)}:
+            if self.names.get(storage, "other") == "other":
+                self.names[storage] = name
+        alive = Counter()
+        for storage, name in self.names.items():
+            alive[name, "measured"] += storage.nbytes()
+        self.seen |= alive | Counter(peak_bytes=alive.total())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.watch("gradients", self.gradients())
+        self.watch("other", tree_leaves((args, result)))
+        kind = next((kind for kind in RING if function.namespace == "c10d" and kind in function.name()), None)
+        if kind:
+            name, passes = RING[kind]
+            ranks = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject)).size()
+            payload = max(sum(getattr(x, "nbytes", 0) for x in tree_leaves(arg)) for arg in args[:2])
+            wire = payload * passes * (ranks - 1) / ranks if passes else payload
+            self.seen.update({(name, "calls"): 1, (name, "payload"): payload, (name, "wire"): wire})
+        return result
+
+    def log(self, step, loss, grad_norm):
+        """Print a step. Each .item() waits for the device: once a step, at its end."""
+        self.result["losses"].append(loss.item())
+        self.result["grad_norms"].append(grad_norm.item())
+        ms, self.clock = 1e3 * (time.perf_counter() - self.clock), time.perf_counter()
+        self.result["step_ms"] += [ms] if step > 1 else []  # the first is measured, not timed
+        speed = f"{ms:.1f} ms | {self.config.batch * self.config.context / ms:.1f} k tok/s"
+        at = f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}"
+        self.say(f"{at} | loss {loss:.4f} | grad norm {grad_norm:.3f} | {speed}")
+
+    def close(self, state_dict, held, sent):
+        """Print the most that a rank held and sent, beside {name: (formula, bytes)}; write the files."""
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.seen)
+        seen = functools.reduce(operator.or_, everyone)  # the larger of each two counts
+        gpu = self.result["device"] == "cuda"
+        self.result["peak_bytes"] = torch.cuda.max_memory_allocated() if gpu else seen["peak_bytes"]
+        heading = f"{'held per rank':<18}{'formula':<18}{'':>12}{'measured':>12}"
+        for part, rows, title in (
+            ("held", held, heading),
+            ("sent", sent, "sent per rank and step (ring bytes)"),
+        ):
+            self.result[part], keys = {}, ("measured",) if rows is held else ("calls", "payload", "wire")
+            self.say(title)
+            for name, (formula, size) in rows.items():
+                row = {key: round(seen[name, key]) for key in keys}
+                self.result[part][name] = row | {"formula": size}
+                self.say(f"  {name:<16}{formula:<18}{size / 1e6:>9.2f} MB{row[keys[-1]] / 1e6:>9.2f} MB")
+        if self.config.trace:
+            self.profiler.stop()
+        if self.config.json and dist.get_rank() == 0:
+            Path(self.config.json).write_text(json.dumps(self.result))
+        if self.config.save and dist.get_rank() == 0:
+            state_dict = {name: tensor.cpu() for name, tensor in state_dict.items()}
+            torch.save(state_dict, self.config.save + ".tmp")
+            os.replace(self.config.save + ".tmp", self.config.save)  # whole or not at all
+        return self.result
+
+
+# ==== end of the ledger ====
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--prefetch", type=int, default=1, help="units gathered ahead of their use")
+    parser.add_argument("--keep", action="store_true", help="what forward gathers stays until backward")
+    return parser.parse_args(arguments)
+
+
+def train(config):
+    """Train as the flags say. Returns what --json writes."""
+    device, text = set_up(config)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if config.batch % (ranks * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {ranks} ranks x --accum {config.accum}")
+    model = GPT(config).to(DTYPES[config.dtype])
+    zero = ZeRO3(
+        model, lambda submodule: isinstance(submodule, Block), config.prefetch, config.keep, device=device
+    )
+    optimizer = Optimizer(zero, OPTIMIZERS[config.optim], lr=config.lr, fused=True)
+    ledger = Ledger("zero3", config, device, model, zero.gradients)
+    ledger.watch("parameters", [unit.own for unit in zero.units])
+    for step in range(1, config.steps + 1):
+        with ledger if step == 1 else nullcontext():
+            loss = 0
+            for batch in microbatches(config, text, step, device, rank, ranks):
+                # Gradients add up over microbatches and we want their mean; each is a mean already.
+                microloss = zero(*batch) / config.accum
+                microloss.backward()
+                loss += microloss.detach()
+            grad_norm = zero.clip_grad_norm_(config.clip)
+            optimizer.step()
+        dist.all_reduce(loss)
+        ledger.log(step, loss / ranks, grad_norm)
+    ledger.watch("optimizer", optimizer.tensors())
+    P, w = ledger.result["n_params"], DTYPES[config.dtype].itemsize
+    s = 2 * max(w, 4) * (config.optim == "adamw") + 4 * (w == 2)  # two moments, a master
+    rest, *blocks = [len(unit.weights) for unit in zero.units]  # with the padding
+    share, alive = (rest + sum(blocks)) // ranks, 2 + (dist.get_backend() == "gloo")
+    once = rest + (sum(blocks) if config.keep else blocks[-1])  # R: gathered once, not twice
+    whole = len(blocks) if config.keep else min(1 + config.prefetch, len(blocks))
+    held = {"parameters": (f"{w}P/N + {1 + whole} units", w * (share + rest + whole * blocks[0]))}
+    held["gradients"] = (f"{w}P/N + {alive} units", w * (share + alive * max(rest, *blocks)))
+    held["optimizer"] = (f"{s}P/N", round(s * P / ranks))
+    wire = w * config.accum * (ranks - 1) / ranks
+    times = f" x {config.accum}" * (config.accum > 1)
+    sent = {"all-gather": (f"{w}(2P-R)(N-1)/N{times}", round(wire * (2 * share * ranks - once)))}
+    sent["reduce-scatter"] = (f"{w}P(N-1)/N{times}", round(wire * share * ranks))
+    T = len(list(model.parameters()))
+    sent["all-reduce"] = ("16(T+1)(N-1)/N", round(16 * (T + 1) * (ranks - 1) / ranks))
+    return ledger.close(optimizer.state_dict_of(model) if config.save else {}, held, sent)
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()
