@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-LESSONS=(ddp) # in reading order, after single.py; a new lesson is one more word here
+LESSONS=(ddp zero1 zero2 zero3) # in reading order, after single.py; a new lesson is one more word here
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 

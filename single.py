@@ -294,10 +294,8 @@ class Ledger(TorchDispatchMode):
         gpu = self.result["device"] == "cuda"
         self.result["peak_bytes"] = torch.cuda.max_memory_allocated() if gpu else seen["peak_bytes"]
         heading = f"{'held per rank':<18}{'formula':<18}{'':>12}{'measured':>12}"
-        for part, rows, title in (
-            ("held", held, heading),
-            ("sent", sent, "sent per rank and step (ring bytes)"),
-        ):
+        ring = "sent per rank and step (ring bytes)"
+        for part, rows, title in ("held", held, heading), ("sent", sent, ring):
             self.result[part], keys = {}, ("measured",) if rows is held else ("calls", "payload", "wire")
             self.say(title)
             for name, (formula, size) in rows.items():

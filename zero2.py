@@ -239,10 +239,12 @@ def all_gather(flat, shard, group):
     """Start to put the ranks' shards together as `flat`; the function returned waits for it."""
     if dist.get_backend(group) != "gloo":
         return nccl_all_gather(flat, shard, group=group, async_op=True).wait
-    # gloo's own copies all of it twice. A broadcast of each shard sends as much and takes half the time.
+    # gloo's own copies all of it twice. Broadcasts of the shards send as much and cost half; in pieces of
+    # 2^18 elements, so that both directions of a link are in use at once.
     shards = flat.chunk(dist.get_world_size(group))
     shards[dist.get_rank(group)].copy_(shard)
-    works = [dist.broadcast(s, group_src=i, group=group, async_op=True) for i, s in enumerate(shards)]
+    pieces = [(i, piece) for turn in zip(*(s.split(2**18) for s in shards)) for i, piece in enumerate(turn)]
+    works = [dist.broadcast(piece, group_src=i, group=group, async_op=True) for i, piece in pieces]
     return lambda: [work.wait() for work in works]
 
 
@@ -298,14 +300,20 @@ class Unit:
 
 
 def find_units(module, is_unit):
-    """Yield (submodule, parameters of one dtype that only it uses); first the module and what is left."""
-    submodules = [m for m in module.modules() if is_unit(m) and m is not module]
-    users = Counter(p for m in submodules for p in m.parameters())
-    rest = [p for p in module.parameters() if users[p] != 1]  # tied ones, used by two units, too
-    for m, params in [(module, rest), *((m, m.parameters()) for m in submodules)]:
-        params = [p for p in params if p.requires_grad and (m is module or users[p] == 1)]
-        for dtype in dict.fromkeys(p.dtype for p in params):
-            yield m, [p for p in params if p.dtype == dtype]
+    """Yield (submodule, parameters of one dtype that it alone uses); first the module with all others."""
+    unit_of = {}  # {module: the unit that it is in}
+    for m in module.modules():  # outer ones first: no unit within a unit
+        if m is not module and m not in unit_of and is_unit(m):
+            unit_of |= {part: module if part in unit_of else m for part in m.modules()}
+    users, params_of = {}, {module: []}
+    for m in module.modules():
+        for p in m.parameters(recurse=False):
+            users.setdefault(p, set()).add(unit_of.get(m, module))
+    for p, (first, *others) in users.items():  # tied weights of two units are the module's
+        params_of.setdefault(module if others else first, []).append(p)
+    for m, params in params_of.items():
+        for dtype in dict.fromkeys(p.dtype for p in params if p.requires_grad):
+            yield m, [p for p in params if p.dtype == dtype and p.requires_grad]
 
 
 class ZeRO2(nn.Module):
@@ -499,10 +507,8 @@ class Ledger(TorchDispatchMode):
         gpu = self.result["device"] == "cuda"
         self.result["peak_bytes"] = torch.cuda.max_memory_allocated() if gpu else seen["peak_bytes"]
         heading = f"{'held per rank':<18}{'formula':<18}{'':>12}{'measured':>12}"
-        for part, rows, title in (
-            ("held", held, heading),
-            ("sent", sent, "sent per rank and step (ring bytes)"),
-        ):
+        ring = "sent per rank and step (ring bytes)"
+        for part, rows, title in ("held", held, heading), ("sent", sent, ring):
             self.result[part], keys = {}, ("measured",) if rows is held else ("calls", "payload", "wire")
             self.say(title)
             for name, (formula, size) in rows.items():
@@ -532,6 +538,23 @@ def parse(arguments=None):
     return parser.parse_args(arguments)
 
 
+def formulas(zero, config):
+    """What a rank should hold and send: two of {name: (formula, bytes)}."""
+    params, ranks, w = list(zero.module.parameters()), zero.ranks, DTYPES[config.dtype].itemsize
+    P, T = sum(p.numel() for p in params), len(params)
+    s = 2 * max(w, 4) * (config.optim == "adamw") + 4 * (w == 2)  # two moments, a master
+    sizes = [len(unit.weights) for unit in zero.units]  # with the padding
+    alive = 2 + (dist.get_backend() == "gloo")
+    held = {"parameters": (f"{w}P", w * P)}
+    held["gradients"] = (f"{w}P/N + {alive} units", w * (sum(sizes) // ranks + alive * max(sizes)))
+    held["optimizer"] = (f"{s}P/N", round(s * P / ranks))
+    wire = w * sum(sizes) * (ranks - 1) / ranks
+    sent = {"reduce-scatter": (f"{w}P(N-1)/N x {config.accum}", round(wire * config.accum))}
+    sent["all-gather"] = (f"{w}P(N-1)/N", round(wire))
+    sent["all-reduce"] = ("16(T+1)(N-1)/N", round(16 * (T + 1) * (ranks - 1) / ranks))
+    return held, sent
+
+
 def train(config):
     """Train as the flags say. Returns what --json writes."""
     device, text = set_up(config)
@@ -555,19 +578,7 @@ def train(config):
         dist.all_reduce(loss)
         ledger.log(step, loss / ranks, grad_norm)
     ledger.watch("optimizer", optimizer.tensors())
-    P, w = ledger.result["n_params"], DTYPES[config.dtype].itemsize
-    s = 2 * max(w, 4) * (config.optim == "adamw") + 4 * (w == 2)  # two moments, a master
-    sizes = [len(unit.weights) for unit in zero.units]  # with the padding
-    alive = 2 + (dist.get_backend() == "gloo")
-    held = {"parameters": (f"{w}P", w * P)}
-    held["gradients"] = (f"{w}P/N + {alive} units", w * (sum(sizes) // ranks + alive * max(sizes)))
-    held["optimizer"] = (f"{s}P/N", round(s * P / ranks))
-    wire = w * sum(sizes) * (ranks - 1) / ranks
-    sent = {"reduce-scatter": (f"{w}P(N-1)/N x {config.accum}", round(wire * config.accum))}
-    sent["all-gather"] = (f"{w}P(N-1)/N", round(wire))
-    T = len(list(model.parameters()))
-    sent["all-reduce"] = ("16(T+1)(N-1)/N", round(16 * (T + 1) * (ranks - 1) / ranks))
-    return ledger.close(optimizer.state_dict_of(model) if config.save else {}, held, sent)
+    return ledger.close(optimizer.state_dict_of(model) if config.save else {}, *formulas(zero, config))
 
 
 if __name__ == "__main__":
