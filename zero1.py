@@ -258,6 +258,7 @@ def reduce_scatter(shard, flat, group):
     def wait():
         work.wait()
         torch.sum(shares.view(-1, len(shard)), dim=0, out=shard)
+        shares.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
 
     return wait, shares
 

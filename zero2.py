@@ -259,6 +259,7 @@ def reduce_scatter(shard, flat, group):
     def wait():
         work.wait()
         torch.sum(shares.view(-1, len(shard)), dim=0, out=shard)
+        shares.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
 
     return wait, shares
 
@@ -405,6 +406,7 @@ class ZeRO2(nn.Module):
             unit, wait, shard, _ = self.travelling
             wait()
             unit.own_gradient = shard if unit.own_gradient is None else unit.own_gradient.add_(shard)
+            unit.gradients.untyped_storage().resize_(0)  # as above
             self.travelling = unit.gradients = unit.views = None
 
     def _end_of_backward(self):

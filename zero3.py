@@ -262,6 +262,7 @@ def reduce_scatter(shard, flat, group):
     def wait():
         work.wait()
         torch.sum(shares.view(-1, len(shard)), dim=0, out=shard)
+        shares.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
 
     return wait, shares
 
@@ -485,6 +486,7 @@ class ZeRO3(nn.Module):
             unit, wait, shard, _ = self.travelling
             wait()
             unit.own_gradient = shard if unit.own_gradient is None else unit.own_gradient.add_(shard)
+            unit.gradients.untyped_storage().resize_(0)  # as above
             self.travelling = unit.gradients = unit.views = None
 
     def clip_grad_norm_(self, max_norm):
