@@ -31,6 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parent
 TEXT = str(ROOT / "LICENSE")
@@ -586,6 +587,299 @@ def against_torch(path):
 
 def test_ddp_ends_in_the_weights_of_torchs_own_ddp():
     assert max(world(2).run(against_torch, LESSONS[1].path)) < 1e-12
+
+
+# ---- the ZeRO lessons: any module, memory, overlap ----
+
+ZERO = [lesson for lesson in LESSONS if lesson.name.startswith("zero")]
+every_zero = pytest.mark.parametrize("lesson", ZERO, ids=lambda lesson: lesson.name)
+
+
+def zero_class(lesson):
+    return getattr(lesson, "ZeRO" + lesson.__name__[4])
+
+
+class Twice(nn.Module):
+    """Units that run twice, share weights, are frozen, recomputed, of a convolution, return a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        self.a, self.b, self.c = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.pair, self.tied = Pair(), nn.Linear(12, 12)
+        self.tied.weight = self.b.weight
+        self.outer = nn.Sequential(nn.Linear(12, 5), nn.Sequential(nn.Tanh(), nn.Linear(5, 12)))
+        self.gain = nn.Parameter(torch.ones(()))
+        self.double()
+        self.c.requires_grad_(False)
+
+    def forward(self, x, which):
+        x = self.conv(x.view(-1, 1, 3, 3)).flatten(1)
+        x = torch.tanh(self.a(self.b(self.a(x)))) * (self.gain if which == "a" else 2)
+        y, z = self.pair(self.c(x))
+        x = checkpoint(self.outer, y + z, use_reentrant=False)
+        return self.tied(x).square().mean()
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(12, 12, bias=False), nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+def units_of(model):
+    """A predicate, for Odd with what all ranks call alike, for Twice with nested ones."""
+    odd, twice = ["first", "frozen", "last", "tied"], ["conv", "a", "b", "c", "pair", "tied", "outer"]
+    names = odd if isinstance(model, Odd) else twice
+    chosen = [getattr(model, name) for name in names]
+    chosen += [] if isinstance(model, Odd) else [model.outer[1]]
+    return lambda module: any(module is one for one in chosen)
+
+
+def slowly(lesson):
+    """Have a lesson's collectives start when they are waited for, so that a wait cannot be forgotten."""
+
+    def late(collective):
+        def start(out, given, group):
+            late = lambda: finish(collective(out, given, group))  # noqa: E731
+            return (late, None) if collective.__name__ == "reduce_scatter" else late
+
+        return start
+
+    finish = lambda started: (started[0] if isinstance(started, tuple) else started)()  # noqa: E731
+    lesson.all_gather, lesson.reduce_scatter = late(lesson.all_gather), late(lesson.reduce_scatter)
+
+
+def train_zero(path, model_class, slow):
+    """On a rank: the largest difference between a distributed run and the same run in one process."""
+    lesson, rank, ranks = load(path), dist.get_rank(), dist.get_world_size()
+    if slow:
+        slowly(lesson)
+    torch.manual_seed(100 + rank)  # every rank starts from other weights and buffers
+    ours = model_class()
+    zero = zero_class(lesson)(ours, units_of(ours))
+    torch.manual_seed(100)
+    oracle = model_class()
+    options = {"lr": 0.02, "weight_decay": 0.3}
+    optimizer = lesson.Optimizer(zero, torch.optim.AdamW, **options)
+    theirs = torch.optim.AdamW(oracle.parameters(), **options)
+    worst, width = 0.0, 5 if model_class is Odd else 9
+    for step, use in enumerate(USES):
+        x = torch.randn(ranks, 2, 4, width, dtype=torch.double, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            worst = max(worst, (zero(x[0, 0], "a") - oracle(x[0, 0], "a")).abs().item())
+        for micro in range(2):
+            with zero.no_sync() if micro == 0 and hasattr(zero, "no_sync") else nullcontext():
+                (zero(x[rank, micro], use(rank, micro)) / 2).backward()
+            for r in range(ranks):
+                (oracle(x[r, micro], use(r, micro)) / 2 / ranks).backward()
+        norm = nn.utils.clip_grad_norm_(oracle.parameters(), 0.05)
+        worst = max(worst, (zero.clip_grad_norm_(0.05) - norm).abs().item())
+        optimizer.step()
+        theirs.step()
+        theirs.zero_grad()
+        state, expected = optimizer.state_dict_of(ours), oracle.state_dict()
+        worst = max(worst, apart(state, expected) if rank == 0 else 0)
+    return worst, len(zero.units)
+
+
+def check_zero(path, model_class=Odd, size=3, slow=False):
+    answers = world(size).run(train_zero, path, model_class, slow, timeout=30)
+    assert max(worst for worst, _ in answers) < 1e-6 and answers[0][1] > 2, answers
+
+
+@pytest.mark.parametrize("model_class", [Odd, Twice])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@every_zero
+def test_zero_serves_any_module_from_any_start(lesson, size, model_class):
+    if model_class is Twice and size == 4:
+        size = 3
+    check_zero(lesson.path, model_class, size)
+
+
+@every_zero
+def test_zero_waits_for_every_collective(lesson):
+    for model_class in (Odd, Twice):
+        check_zero(lesson.path, model_class, 2, slow=True)
+
+
+@pytest.mark.parametrize("flags", ["--prefetch 0", "--prefetch 2", "--keep", "--keep --prefetch 2"])
+def test_zero3_comes_to_the_same_weights_whatever_is_prefetched_or_kept(flags):
+    common = f"{TINY} --layers 5 --batch 12 --dtype fp64 --lr 0.01 --accum 2"
+    result, weights = run(ZERO[2].path, 3, f"{common} {flags}")
+    assert apart(weights, run(SINGLE, 1, common)[1]) <= 1e-9
+    for part, slack in zero_slack(weights, 8, 3).items():
+        assert abs(result["held"][part]["measured"] - result["held"][part]["formula"]) <= slack
+    assert all(row["wire"] == row["formula"] for row in result["sent"].values())
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_zero_comes_to_the_same_weights_without_overlap(name):
+    common = f"{TINY} --batch 12 --dtype fp64 --lr 0.01 --accum 2"
+    _, weights = run(str(ROOT / f"{name}.py"), 3, f"{common} --no-overlap")
+    assert apart(weights, run(SINGLE, 1, common)[1]) <= 1e-9
+
+
+def zero_events(path, prefetch=None):
+    """On a rank: in order, what a second step does, and the most units whose weights were whole at once."""
+    lesson, events, whole = load(path), [], [0]
+    config = lesson.parse((TINY + " --layers 5 --batch 12").split())
+    device, text = lesson.set_up(config)
+    model = lesson.GPT(config)
+    options = {} if prefetch is None else {"prefetch": prefetch}
+    zero = zero_class(lesson)(model, lambda module: isinstance(module, lesson.Block), **options)
+    optimizer = lesson.Optimizer(zero, torch.optim.SGD, lr=0.1)
+    numbers = {unit.weights.data_ptr() or id(unit): i for i, unit in enumerate(zero.units)}
+    of_flat = {id(unit.weights): i for i, unit in enumerate(zero.units)}
+    of_size = lambda flat: next((i for i, u in enumerate(zero.units) if u.gradients is flat), None)  # noqa: E731
+    gather, scatter, step = lesson.all_gather, lesson.reduce_scatter, torch.optim.SGD.step
+
+    def recorded_gather(flat, shard, group):
+        events.append(("gather", of_flat.get(id(flat))))
+        whole[0] = max(whole[0], sum(unit.weights.untyped_storage().nbytes() > 0 for unit in zero.units))
+        return gather(flat, shard, group)
+
+    def recorded_scatter(shard, flat, group):
+        events.append(("reduce", of_size(flat)))
+        return scatter(shard, flat, group)
+
+    def recorded_step(self, *args):
+        events.append(("step", None))
+        return step(self, *args)
+
+    for i, block in enumerate(model.blocks, start=1):
+        block.register_forward_pre_hook(lambda *_, i=i: events.append(("forward", i)))
+        block.register_forward_hook(lambda *_, i=i: events.append(("forward end", i)))
+        block.down.weight.register_post_accumulate_grad_hook(lambda p, i=i: events.append(("backward", i)))
+        block.norm1.weight.register_post_accumulate_grad_hook(
+            lambda p, i=i: events.append(("backward end", i))
+        )
+    lesson.all_gather, lesson.reduce_scatter, torch.optim.SGD.step = (
+        recorded_gather,
+        recorded_scatter,
+        recorded_step,
+    )
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    try:
+        for _ in range(2):
+            del events[:]
+            for inputs, targets in lesson.microbatches(config, text, 1, device, rank, ranks):
+                zero(inputs, targets).backward()
+            events.append(("end of backward", None))
+            zero.clip_grad_norm_(1.0)
+            optimizer.step()
+    finally:
+        torch.optim.SGD.step = step
+    return events, whole[0], len(numbers)
+
+
+def check_zero_overlap(path):
+    """Reduced while backward computes; in zero1 and zero2 sent while later units are stepped."""
+    for events, _, units in world(2).run(zero_events, path):
+        assert units == 6
+        at = {event: i for i, event in enumerate(events)}
+        for i in (3, 4, 5):
+            assert at["reduce", i] < at["backward end", i - 1], "reduced late"
+        assert at["reduce", 1] < at["end of backward", None]
+        if "zero3" not in path:
+            steps = [i for i, event in enumerate(events) if event[0] == "step"]
+            gathers = [i for i, event in enumerate(events) if event[0] == "gather"]
+            assert len(gathers) == units and gathers[0] < steps[1] and gathers[-2] < steps[-1]
+            assert events[gathers[0]] == ("gather", 0) and events[gathers[-1]] == ("gather", 5)
+
+
+def check_prefetch(path, prefetch=1):
+    """The next gather starts before this unit computes, and no more units are whole than were asked for."""
+    for events, whole, _ in world(2).run(zero_events, path, prefetch):
+        at = {}
+        for i, event in enumerate(events):
+            at.setdefault(event, []).append(i)
+        assert whole <= 1 + 1 + prefetch, "more units whole than 1 + prefetch, and what belongs to none"
+        for i in range(1, 6):
+            gathers, ahead = at["gather", i], max(i - prefetch, 1)
+            assert gathers[0] < at["forward", ahead][0], "gathered late in forward"
+            assert len(gathers) == (1 if i == 5 else 2), "the last stays, the others are gathered twice"
+            if i < 5:
+                assert gathers[1] < at["backward", min(i + prefetch, 5)][0], "gathered late in backward"
+            if i + prefetch < 5:
+                assert gathers[1] > at["backward end", i + prefetch + 1][0], "gathered early in backward"
+
+
+@every_zero
+def test_zero_communicates_while_it_computes(lesson):
+    check_zero_overlap(lesson.path)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_zero3_gathers_as_many_units_ahead_as_asked(prefetch):
+    check_prefetch(ZERO[2].path, prefetch)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def zero_against_torch(path):
+    """On a rank: how far apart three steps of a lesson and of its peer end, from the same weights."""
+    from torch.distributed.fsdp import fully_shard  # slow to load, and needed here alone
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    lesson, rank, ranks = load(path), dist.get_rank(), dist.get_world_size()
+    config = lesson.parse((TINY + " --batch 12 --dtype fp64").split())
+    device, text = lesson.set_up(config)
+    ours = lesson.GPT(config).double()
+    theirs = copy.deepcopy(ours)
+    zero = zero_class(lesson)(ours, lambda module: isinstance(module, lesson.Block))
+    optimizer = lesson.Optimizer(zero, torch.optim.AdamW, lr=0.01)
+    if lesson.__name__ == "zero3":
+        for block in theirs.blocks:
+            fully_shard(block)
+        peer = fully_shard(theirs)
+        other = torch.optim.AdamW(peer.parameters(), lr=0.01)
+    else:
+        peer = nn.parallel.DistributedDataParallel(theirs)
+        other = ZeroRedundancyOptimizer(theirs.parameters(), torch.optim.AdamW, lr=0.01)
+    for step in range(3):
+        inputs, targets = next(lesson.microbatches(config, text, step, device, rank, ranks))
+        zero(inputs, targets).backward()
+        norm = zero.clip_grad_norm_(0.5)
+        optimizer.step()
+        peer(inputs, targets).backward()
+        assert abs(norm - whole(nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))) < 1e-10
+        other.step()
+        other.zero_grad()
+    expected = {name: whole(tensor) for name, tensor in theirs.state_dict().items()}
+    state = optimizer.state_dict_of(ours)
+    return apart(state, expected) if rank == 0 else 0
+
+
+@every_zero
+def test_zero_ends_in_the_weights_of_torchs_own(lesson):
+    assert max(world(2).run(zero_against_torch, lesson.path)) < 1e-9
+
+
+def zero_misuse(path):
+    """On a rank: what a ZeRO class says to each of several mistakes."""
+    lesson, rank, says, x = load(path), dist.get_rank(), {}, torch.ones(2, 3)
+    wrap = zero_class(lesson)
+    says["no parameter"] = raised(lambda: wrap(nn.Linear(3, 1).requires_grad_(False)))
+    says["differ"] = raised(lambda: wrap(nn.Linear(3 + rank, 1)))
+    if hasattr(wrap, "no_sync"):
+        zero = wrap(nn.Linear(3, 1))
+        zero(x).sum().backward()
+        says["no_sync"] = raised(zero(x).sum().backward)
+        zero.clip_grad_norm_(0)
+    return says
+
+
+@every_zero
+def test_zero_says_what_was_done_wrong(lesson):
+    for says in world(2).run(zero_misuse, lesson.path):
+        for mistake, message in says.items():
+            assert mistake in message, (mistake, message)
 
 
 # ---- the ledger ----
