@@ -395,9 +395,11 @@ class ZeRO3(nn.Module):
         """Hook: gather what this call needs, and start on what the next ones did in the last forward."""
         if submodule is self.module and self.called:
             self.expected, self.called = self.called, []
-        self.called.append(submodule)
-        done = len(self.called)
-        self._gather([submodule, *self.expected[done : done + self.prefetch]])
+        ahead = []
+        if not self.in_backward:  # where activation checkpointing runs forward() again
+            self.called.append(submodule)
+            ahead = self.expected[len(self.called) :][: self.prefetch]
+        self._gather([submodule, *ahead])
 
     def _gather(self, submodules):
         """Start to gather the weights of these, and wait for those of the first."""
@@ -408,7 +410,7 @@ class ZeRO3(nn.Module):
 
     def _after_forward(self, submodule, args, output):
         """Hook: free what backward() does not need first, and ask to be told when it comes here."""
-        if self.in_backward:  # activation checkpointing, which runs forward() again
+        if self.in_backward:
             return
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         for tensor in tensors:
