@@ -726,14 +726,18 @@ def test_zero_waits_for_every_collective(lesson):
         check_zero(lesson.path, model_class, 2, train_zero_slowly)
 
 
-@pytest.mark.parametrize("flags", ["--prefetch 0", "--prefetch 2", "--keep", "--keep --prefetch 2"])
-def test_zero3_comes_to_the_same_weights_whatever_is_prefetched_or_kept(flags):
+def check_prefetch_flags(path, flags):
     common = f"{TINY} --layers 5 --batch 12 --dtype fp64 --lr 0.01 --accum 2"
-    result, weights = run(ZERO[2].path, 3, f"{common} {flags}")
+    result, weights = run(path, 3, f"{common} {flags}")
     assert apart(weights, run(SINGLE, 1, common)[1]) <= 1e-9
     for part, slack in zero_slack(weights, 8, 3).items():
         assert abs(result["held"][part]["measured"] - result["held"][part]["formula"]) <= slack
     assert all(row["wire"] == row["formula"] for row in result["sent"].values())
+
+
+@pytest.mark.parametrize("flags", ["--prefetch 0", "--prefetch 2", "--keep", "--keep --prefetch 2"])
+def test_zero3_comes_to_the_same_weights_whatever_is_prefetched_or_kept(flags):
+    check_prefetch_flags(ZERO[2].path, flags)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
@@ -1308,6 +1312,7 @@ CHECKS = {
     ],
     "held": lambda lesson, path, tmp_path: check_held(lesson, path),
     "zero overlap": lambda lesson, path, tmp_path: check_zero_overlap(path),
+    "flags": lambda lesson, path, tmp_path: check_prefetch_flags(path, "--prefetch 0"),
     "prefetch": lambda lesson, path, tmp_path: check_prefetch(path),
     "zero misuse": lambda lesson, path, tmp_path: check_zero_misuse(path),
     "refusals": lambda lesson, path, tmp_path: check_refusals(lesson, path, BAD, tmp_path),
@@ -1483,16 +1488,16 @@ MUTANTS += [
     ("zero3", "twice", "        if self.in_backward:\n            return\n", ""),
     ("zero3", "twice", "(p.dtype, p.requires_grad) for p in params", "p.dtype for p in params"),
     ("zero3", "twice", "module if others else first", "first"),
-    ("zero3", "refusals", '"prefetch": 0, ', ""),
+    ("zero3", "flags", '"prefetch": 0, ', ""),
 ]
 
 
 @pytest.mark.parametrize("name, promise, old, new", MUTANTS)
-def test_mutant_is_rejected(name, promise, old, new, tmp_path):
+def test_mutant_is_rejected(name, promise, old, new, tmp_path, tmp_path_factory):
     lesson = next(lesson for lesson in LESSONS if lesson.name == name)
     text = Path(lesson.path).read_text()
     assert text.count(old) == 1, f"{text.count(old)} places to edit"
-    mutant = tmp_path / f"{name}.py"
+    mutant = tmp_path_factory.mktemp("mutant") / f"{name}.py"
     mutant.write_text(text.replace(old, new))
     with pytest.raises((AssertionError, RankFailed, AttributeError)):
         CHECKS[promise](lesson, str(mutant), tmp_path)
