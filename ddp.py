@@ -23,15 +23,15 @@ Run
 
 Expect
     ddp | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 241.6 ms | 4.2 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 222.4 ms | 4.6 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 38.7 ms | 26.5 k tok/s
-    held per rank   formula                           measured
-      parameters    4P                     3.34 MB     3.34 MB
-      gradients     4P                     3.34 MB     3.34 MB
-      optimizer     8P                     6.67 MB     6.67 MB
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 40.9 ms | 25.0 k tok/s
+    held per rank     formula                           measured
+      parameters      4P                     3.34 MB     3.34 MB
+      gradients       4P                     3.34 MB     3.34 MB
+      optimizer       8P                     6.67 MB     6.67 MB
     sent per rank and step (ring bytes)
-      all-reduce    8P(N-1)/N              3.34 MB     3.34 MB
+      all-reduce      8P(N-1)/N              3.34 MB     3.34 MB
 
 Left out
     Buckets in the order that backward() shows, buffers broadcast in every step, compressed gradients, sparse

@@ -23,13 +23,13 @@ Run
 
 Expect
     single | 1 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 16 per rank x 1 x 1 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 264.7 ms | 3.9 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 238.2 ms | 4.3 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 62.5 ms | 16.4 k tok/s
-    held per rank   formula                           measured
-      parameters    4P                     3.34 MB     3.34 MB
-      gradients     4P                     3.34 MB     3.34 MB
-      optimizer     8P                     6.67 MB     6.67 MB
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 53.5 ms | 19.1 k tok/s
+    held per rank     formula                           measured
+      parameters      4P                     3.34 MB     3.34 MB
+      gradients       4P                     3.34 MB     3.34 MB
+      optimizer       8P                     6.67 MB     6.67 MB
 
 Left out
     A learning-rate schedule, dropout, evaluation, resuming.

@@ -26,6 +26,18 @@ Run
     torchrun --nproc_per_node=8 zero1.py --size gpt2-xl --dtype bf16 --batch 64
 
 Expect
+    zero1 | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 250.5 ms | 4.1 k tok/s
+    ...
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 106.9 ms | 9.6 k tok/s
+    held per rank     formula                           measured
+      parameters      4P                     3.34 MB     3.34 MB
+      gradients       4P                     3.34 MB     3.34 MB
+      optimizer       8P/N                   3.34 MB     3.34 MB
+    sent per rank and step (ring bytes)
+      reduce-scatter  4P(N-1)/N              1.67 MB     1.67 MB
+      all-gather      4P(N-1)/N              1.67 MB     1.67 MB
+      all-reduce      16(T+1)(N-1)/N         0.00 MB     0.00 MB
 
 Left out
     Parameter groups with options of their own, optimizers that are not elementwise (LAMB, Muon), sparse and

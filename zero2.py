@@ -26,7 +26,19 @@ Run
     torchrun --nproc_per_node=8 zero2.py --size gpt2-xl --dtype bf16 --batch 64
 
 Expect
-EXPECT
+    zero2 | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 394.1 ms | 2.6 k tok/s
+    ...
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 101.9 ms | 10.1 k tok/s
+    held per rank     formula                           measured
+      parameters      4P                     3.34 MB     3.34 MB
+      gradients       4P/N + 3 units         4.05 MB     4.00 MB
+      optimizer       8P/N                   3.34 MB     3.34 MB
+    sent per rank and step (ring bytes)
+      reduce-scatter  4P(N-1)/N              1.67 MB     1.67 MB
+      all-gather      4P(N-1)/N              1.67 MB     1.67 MB
+      all-reduce      16(T+1)(N-1)/N         0.00 MB     0.00 MB
+
 Left out
     Parameter groups with options of their own, optimizers that are not elementwise (LAMB, Muon), sparse and
     complex parameters, create_graph=True, a forward that reads a unit's weights outside the unit.
@@ -550,8 +562,8 @@ def formulas(zero, config):
     held = {"parameters": (f"{w}P", w * P)}
     held["gradients"] = (f"{w}P/N + {alive} units", w * (sum(sizes) // ranks + alive * max(sizes)))
     held["optimizer"] = (f"{s}P/N", round(s * P / ranks))
-    wire = w * sum(sizes) * (ranks - 1) / ranks
-    sent = {"reduce-scatter": (f"{w}P(N-1)/N x {config.accum}", round(wire * config.accum))}
+    wire, times = w * sum(sizes) * (ranks - 1) / ranks, f" x {config.accum}" * (config.accum > 1)
+    sent = {"reduce-scatter": (f"{w}P(N-1)/N{times}", round(wire * config.accum))}
     sent["all-gather"] = (f"{w}P(N-1)/N", round(wire))
     sent["all-reduce"] = ("16(T+1)(N-1)/N", round(16 * (T + 1) * (ranks - 1) / ranks))
     return held, sent

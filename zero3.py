@@ -29,7 +29,19 @@ Run
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Expect
-EXPECT
+    zero3 | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 585.3 ms | 1.7 k tok/s
+    ...
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 74.6 ms | 13.7 k tok/s
+    held per rank     formula                           measured
+      parameters      4P/N + 3 units         3.42 MB     3.42 MB
+      gradients       4P/N + 3 units         4.05 MB     4.00 MB
+      optimizer       8P/N                   3.34 MB     3.34 MB
+    sent per rank and step (ring bytes)
+      all-gather      4(2P-R)(N-1)/N         2.86 MB     2.86 MB
+      reduce-scatter  4P(N-1)/N              1.67 MB     1.67 MB
+      all-reduce      16(T+1)(N-1)/N         0.00 MB     0.00 MB
+
 Left out
     Parameter groups with options of their own, optimizers that are not elementwise (LAMB, Muon), sparse and
     complex parameters, create_graph=True, a forward that reads a unit's weights outside the unit, ranks that
