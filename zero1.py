@@ -8,7 +8,7 @@ Idea
 Holds
     bytes         fp32    bf16    fp64     of P parameters; shares are padded by N-1 elements a unit at most
     parameters    4P      2P      8P
-    gradients     4P      2P      8P
+    gradients     4P      2P      8P       (over gloo also buffers for what arrives, as much again at most)
     AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
 
 Talks
@@ -354,7 +354,8 @@ class ZeRO1(nn.Module):
         self.units = []
         for submodule, params in find_units(module, is_unit):
             unit = Unit(params, self.rank, self.ranks)
-            submodule.register_forward_pre_hook(lambda *_, unit=unit: unit.wait_for_weights())
+            wait = lambda *_, unit=unit: unit.wait_for_weights()  # noqa: E731
+            submodule.register_forward_pre_hook(wait, prepend=True)  # others may read weights
             self.units.append(unit)
         if not self.units:
             raise ValueError("no parameter requires a gradient")
@@ -423,7 +424,9 @@ class ZeRO1(nn.Module):
             squares.append(torch.linalg.vector_norm(unit.own_gradient, dtype=wide).double().square())
         # Each element is in one share, and each parameter in one unit. With their sum go flags: who was used?
         used = [p.grad is not None for p in self.unit_of]
-        flags = torch.tensor(used, dtype=torch.float64, device=squares[0].device)
+        flags = torch.ones(len(used), dtype=torch.float64, device=squares[0].device)
+        for i in (i for i, here in enumerate(used) if not here):
+            flags[i] = 0  # a copy of the whole list would make the host wait for the device
         total = torch.cat([torch.stack(squares).sum().view(1), flags])
         dist.all_reduce(total, group=self.group)
         # What no rank used gets no gradient, as on one device. (A look at a flag makes the host wait.)

@@ -9,13 +9,15 @@ Holds
     bytes         fp32    bf16    fp64     of P parameters; shares are padded by N-1 elements a unit at most
     parameters    4P      2P      8P
     gradients     4P/N    2P/N    8P/N     + 2 units, one that backward() fills and one that travels (over
-                                           gloo 3: what arrives is added up in a buffer), + 1 parameter's
+                                           gloo 3: what arrives is added up in a buffer), + what belongs to
+                                           no unit (embeddings), + 1 parameter's
     AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
 
 Talks
     compute | forward: units whose weights are here  | backward, last unit first     | norm, step
     network | ... | all-gather unit 3 | unit 4 | ... | reduce-scatter unit 4 | 3 ... | all-gather unit 1 ...
-    Backward() waits for a unit to have left before it sends the next: two of them are alive, never more.
+    Backward() waits for a unit to have left before it sends the next: two of them are alive, not more, if the
+    units run in the order in which they are defined.
 
 Costs
     As zero1.py: a reduce-scatter and an all-gather are 2P(N-1)/N elements per rank and step on a ring. Each
@@ -214,6 +216,8 @@ class Optimizer:
         """Step each unit, in the order of forward, and send its weights while the next is stepped."""
         self.zero.wait_for_weights()
         for unit, pieces, optimizer in self.groups:
+            if unit.own_gradient is None:
+                raise RuntimeError("step() needs backward() and clip_grad_norm_() before it")
             gradient = unit.own_gradient.to(unit.master.dtype)
             unit.own_gradient = None
             for p, piece in pieces.items():
@@ -224,6 +228,7 @@ class Optimizer:
                 piece.grad = None
             unit.own.copy_(unit.master)
             unit.arrival = all_gather(unit.weights, unit.own, self.zero.group)
+        self.zero.used = set()
 
     def tensors(self):
         """What it holds beyond the model: masters, moments, step counts."""
@@ -358,7 +363,8 @@ class ZeRO2(nn.Module):
         self.units = []
         for submodule, params in find_units(module, is_unit):
             unit = Unit(params, self.rank, self.ranks)
-            submodule.register_forward_pre_hook(lambda *_, unit=unit: unit.wait_for_weights())
+            wait = lambda *_, unit=unit: unit.wait_for_weights()  # noqa: E731
+            submodule.register_forward_pre_hook(wait, prepend=True)  # others may read weights
             self.units.append(unit)
         if not self.units:
             raise ValueError("no parameter requires a gradient")
@@ -418,7 +424,7 @@ class ZeRO2(nn.Module):
             unit, wait, shard, _ = self.travelling
             wait()
             unit.own_gradient = shard if unit.own_gradient is None else unit.own_gradient.add_(shard)
-            unit.gradients.untyped_storage().resize_(0)  # as above
+            unit.gradients.untyped_storage().resize_(0)  # not del: see reduce_scatter()
             self.travelling = unit.gradients = unit.views = None
 
     def _end_of_backward(self):
@@ -437,7 +443,9 @@ class ZeRO2(nn.Module):
             squares.append(torch.linalg.vector_norm(unit.own_gradient, dtype=wide).double().square())
         # Each element is in one share, and each parameter in one unit. With their sum go flags: who was used?
         used = [p in self.used for p in self.unit_of]
-        flags = torch.tensor(used, dtype=torch.float64, device=squares[0].device)
+        flags = torch.ones(len(used), dtype=torch.float64, device=squares[0].device)
+        for i in (i for i, here in enumerate(used) if not here):
+            flags[i] = 0  # a copy of the whole list would make the host wait for the device
         total = torch.cat([torch.stack(squares).sum().view(1), flags])
         dist.all_reduce(total, group=self.group)
         # What no rank used gets no gradient, as on one device. (A look at a flag makes the host wait.)
@@ -447,7 +455,6 @@ class ZeRO2(nn.Module):
         for unit in self.units:
             if max_norm:  # always, as `if scale < 1` would make the host wait for the device
                 unit.own_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
-        self.used = set()
         return norm
 
 
@@ -560,7 +567,9 @@ def formulas(zero, config):
     sizes = [len(unit.weights) for unit in zero.units]  # with the padding
     alive = 2 + (dist.get_backend() == "gloo")
     held = {"parameters": (f"{w}P", w * P)}
-    held["gradients"] = (f"{w}P/N + {alive} units", w * (sum(sizes) // ranks + alive * max(sizes)))
+    rest, *blocks = sizes
+    alive_elements = sum(sizes) // ranks + rest + alive * max(blocks)
+    held["gradients"] = (f"{w}P/N + {alive + 1} units", w * alive_elements)
     held["optimizer"] = (f"{s}P/N", round(s * P / ranks))
     wire, times = w * sum(sizes) * (ranks - 1) / ranks, f" x {config.accum}" * (config.accum > 1)
     sent = {"reduce-scatter": (f"{w}P(N-1)/N{times}", round(wire * config.accum))}

@@ -10,7 +10,8 @@ Holds
     bytes         fp32    bf16    fp64     of P parameters; shares are padded by N-1 elements a unit at most
     parameters    4P/N    2P/N    8P/N     + 1 + --prefetch units, + what belongs to no unit (embeddings)
     gradients     4P/N    2P/N    8P/N     + 2 units, one that backward() fills and one that travels (over
-                                           gloo 3: what arrives is added up in a buffer), + 1 parameter's
+                                           gloo 3: what arrives is added up in a buffer), + what belongs to
+                                           no unit, + 1 parameter's
     AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
 
 Talks
@@ -45,7 +46,7 @@ Expect
 Left out
     Parameter groups with options of their own, optimizers that are not elementwise (LAMB, Muon), sparse and
     complex parameters, create_graph=True, a forward that reads a unit's weights outside the unit, ranks that
-    call units in different orders.
+    call units in different orders or whose losses do not depend on the same units.
 """
 
 import argparse
@@ -217,6 +218,8 @@ class Optimizer:
     def step(self):
         """Step this rank's share of each unit. The weights are gathered when they are used."""
         for unit, pieces, optimizer in self.groups:
+            if unit.own_gradient is None:
+                raise RuntimeError("step() needs backward() and clip_grad_norm_() before it")
             gradient = unit.own_gradient.to(unit.master.dtype)
             unit.own_gradient = None
             for p, piece in pieces.items():
@@ -227,6 +230,7 @@ class Optimizer:
                 piece.grad = None
             unit.own.copy_(unit.master)
             unit.reshard()  # a forward without a backward may have left it whole, and old
+        self.zero.used, self.zero.calls = set(), []
 
     def tensors(self):
         """What it holds beyond the model: masters, moments, step counts."""
@@ -283,7 +287,7 @@ class Unit:
     """Parameters as views of flat weights, stored while whole; their gradients likewise, in backward()."""
 
     def __init__(self, params, device, rank, ranks):
-        self.params, self.waiting_for, self.arrival, self.undone = params, set(params), None, False
+        self.params, self.waiting_for, self.arrival, self.reduced = params, set(params), None, False
         share = -(-sum(p.numel() for p in params) // ranks)  # rounded up: the last shares may be padded
         self.layout, self.pieces, start = [], {}, 0
         for p in params:
@@ -352,7 +356,9 @@ class ZeRO3(nn.Module):
     Wrap before making the Optimizer: all ranks get rank 0's parameters and buffers. In a step any number of
     forward() and backward() calls, then clip_grad_norm_(), with no other collective on `group` in between,
     and then Optimizer.step(). After backward() every .grad is None. All ranks must call the units in the same
-    order. Raises ValueError if the ranks' models differ.
+    order, and their losses depend on the same ones. Load weights before wrapping, read them through
+    Optimizer.state_dict_of(). Raises ValueError if the ranks' models differ, TypeError if a unit returns what
+    is neither tensors nor plain values, in tuples, lists or dicts.
 
     is_unit: of a submodule, whether its weights come and go together, and are used in its forward() alone;
     what belongs to none, or to two (tied weights), is whole from the start of forward() to the end of
@@ -384,7 +390,7 @@ class ZeRO3(nn.Module):
             unit = Unit(params, device or params[0].device, self.rank, self.ranks)
             self.units_of.setdefault(submodule, []).append(unit)
         for submodule in self.units_of:
-            submodule.register_forward_pre_hook(self._before_forward)
+            submodule.register_forward_pre_hook(self._before_forward, prepend=True)  # others may read weights
             submodule.register_forward_hook(self._after_forward)
         self.units = [unit for units in self.units_of.values() for unit in units]
         self.trained = [unit for unit in self.units if unit.params[0].requires_grad]
@@ -393,7 +399,7 @@ class ZeRO3(nn.Module):
             p.register_post_accumulate_grad_hook(self._collect)
         self.travelling, self.used, self.unused = None, set(), set()
         self.expected, self.called = list(self.units_of), []  # submodules, in the last forward and in this
-        self.to_undo, self.in_backward = [], False  # the calls that backward() will come to
+        self.calls, self.in_backward = [], False  # what backward() has yet to come to
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -424,28 +430,35 @@ class ZeRO3(nn.Module):
         """Hook: free what backward() does not need first, and ask to be told when it comes here."""
         if self.in_backward:
             return
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        leaves, call = tree_leaves(output), (submodule, object())  # unlike any other call
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))):
+                raise TypeError(
+                    f"{type(submodule).__name__} returns a {type(leaf).__name__}: no way to look inside"
+                )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         for tensor in tensors:
-            tensor.register_hook(functools.partial(self._before_backward, len(self.to_undo)))
+            tensor.register_hook(functools.partial(self._before_backward, call))
         if tensors:
-            self.to_undo.append(submodule)
-        stays = tensors and (self.keep or submodule in (self.module, self.expected[-1]))
-        done = [] if stays else self.units_of if submodule is self.module else [submodule]
-        for unit in (unit for submodule in done for unit in self.units_of[submodule]):
-            unit.reshard()
+            self.calls.append(call)
+            if self.keep or submodule in (self.module, self.expected[-1]):
+                return
+        for done in self.units_of if submodule is self.module else [submodule]:
+            self._reshard(done)
 
     def _before_backward(self, call, gradient):
-        """Hook, when backward() comes to a call: those after it are done, so free and reduce their units."""
+        """Hook, when backward() comes to a call: those after it are over, so free and reduce their units."""
         self._begin_backward()
-        calls = {self.module, *self.to_undo[: call + 1]}  # the module's own weights may be used to the end
-        done = [m for m in dict.fromkeys(self.to_undo[:call:-1]) if m not in calls]
-        done = [unit for submodule in done for unit in self.units_of[submodule] if not unit.undone]
-        for unit in done:
-            unit.reshard()
-        ahead = self.to_undo[max(call - self.prefetch, 0) : call]
-        self._gather([self.to_undo[call], *ahead[::-1]])
-        for unit in done:
-            self._reduce(unit)
+        at = self.calls.index(call) if call in self.calls else -1  # of a forward() before the last backward()
+        to_come = [submodule for submodule, _ in self.calls[: at + 1]]
+        over = dict.fromkeys(submodule for submodule, _ in self.calls[:at:-1]) if to_come else ()
+        for submodule in over:
+            if submodule not in (self.module, call[0]):  # the module's own weights are used to the end
+                self._reshard(submodule)
+        self._gather([call[0], *to_come[:-1][::-1][: self.prefetch]])
+        for submodule in over:
+            if submodule not in (self.module, *to_come):  # all of its gradients are there
+                self._reduce(submodule)
 
     def _begin_backward(self):
         if not self.in_backward:
@@ -454,20 +467,22 @@ class ZeRO3(nn.Module):
             self._wait_for_travelling()  # the last unit of the backward() before may be the first of this
 
     def _end_of_backward(self):
-        for submodule in dict.fromkeys([*self.to_undo[::-1], *self.units_of]):
-            for unit in self.units_of[submodule]:
-                unit.reshard()
-                if not unit.undone:
-                    self._reduce(unit)
+        for submodule in dict.fromkeys([*(submodule for submodule, _ in self.calls[::-1]), *self.units_of]):
+            self._reshard(submodule)
+            self._reduce(submodule)
         for unit in self.units:
-            unit.undone = False
-        self.to_undo, self.in_backward = [], False
+            unit.reduced = False
+        self.calls, self.in_backward = [], False
+
+    def _reshard(self, submodule):
+        for unit in self.units_of[submodule]:
+            unit.reshard()
 
     def _collect(self, param):
         """Hook, when backward() is done with a parameter: move its gradient into its unit's."""
         self._begin_backward()
         unit = self.unit_of[param]
-        if unit.undone:
+        if unit.reduced:
             raise RuntimeError(
                 "a gradient came after its unit's backward: are its weights used outside of it?"
             )
@@ -479,20 +494,21 @@ class ZeRO3(nn.Module):
         unit.waiting_for.remove(param)
         self.used.add(param)
 
-    def _reduce(self, unit):
-        """Start a unit's reduce-scatter: the same on every rank, or they would add up different units."""
-        unit.undone = True
-        if not unit.params[0].requires_grad:
-            return
-        if unit.gradients is None:
-            unit.allocate_gradients()
-        for param in unit.waiting_for:  # unused on this rank, but perhaps not on all
-            unit.views[param].zero_()
-        unit.waiting_for = set(unit.params)
-        self._wait_for_travelling()
-        shard = unit.gradients.new_empty(len(unit.own))
-        wait, buffer = reduce_scatter(shard, unit.gradients, self.group)
-        self.travelling = (unit, wait, shard, buffer)
+    def _reduce(self, submodule):
+        """Start its reduce-scatters: in one order on all ranks, or they would add up different units."""
+        for unit in self.units_of[submodule]:
+            if unit.reduced or not unit.params[0].requires_grad:
+                continue
+            unit.reduced = True
+            if unit.gradients is None:
+                unit.allocate_gradients()
+            for param in unit.waiting_for:  # unused on this rank, but perhaps not on all
+                unit.views[param].zero_()
+            unit.waiting_for = set(unit.params)
+            self._wait_for_travelling()
+            shard = unit.gradients.new_empty(len(unit.own))
+            wait, buffer = reduce_scatter(shard, unit.gradients, self.group)
+            self.travelling = (unit, wait, shard, buffer)
 
     def _wait_for_travelling(self):
         """Free the gradients that were sent last, and keep this rank's share of their sum."""
@@ -500,7 +516,7 @@ class ZeRO3(nn.Module):
             unit, wait, shard, _ = self.travelling
             wait()
             unit.own_gradient = shard if unit.own_gradient is None else unit.own_gradient.add_(shard)
-            unit.gradients.untyped_storage().resize_(0)  # as above
+            unit.gradients.untyped_storage().resize_(0)  # not del: see reduce_scatter()
             self.travelling = unit.gradients = unit.views = None
 
     def clip_grad_norm_(self, max_norm):
@@ -515,7 +531,9 @@ class ZeRO3(nn.Module):
             squares.append(torch.linalg.vector_norm(unit.own_gradient, dtype=wide).double().square())
         # Each element is in one share, and each parameter in one unit. With their sum go flags: who was used?
         used = [p in self.used for p in self.unit_of]
-        flags = torch.tensor(used, dtype=torch.float64, device=squares[0].device)
+        flags = torch.ones(len(used), dtype=torch.float64, device=squares[0].device)
+        for i in (i for i, here in enumerate(used) if not here):
+            flags[i] = 0  # a copy of the whole list would make the host wait for the device
         total = torch.cat([torch.stack(squares).sum().view(1), flags])
         dist.all_reduce(total, group=self.group)
         # What no rank used gets no gradient, as on one device. (A look at a flag makes the host wait.)
@@ -525,7 +543,6 @@ class ZeRO3(nn.Module):
         for unit in self.trained:
             if max_norm:  # always, as `if scale < 1` would make the host wait for the device
                 unit.own_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
-        self.used = set()
         return norm
 
 
@@ -639,7 +656,7 @@ def formulas(zero, config):
     once = rest + (sum(blocks) if config.keep else blocks[-1])  # R: gathered once, not twice
     whole = len(blocks) if config.keep else min(1 + config.prefetch, len(blocks))
     held = {"parameters": (f"{w}P/N + {1 + whole} units", w * (share + rest + whole * blocks[0]))}
-    held["gradients"] = (f"{w}P/N + {alive} units", w * (share + alive * max(rest, *blocks)))
+    held["gradients"] = (f"{w}P/N + {alive + 1} units", w * (share + rest + alive * blocks[0]))
     held["optimizer"] = (f"{s}P/N", round(s * P / ranks))
     wire = w * config.accum * (ranks - 1) / ranks
     times = f" x {config.accum}" * (config.accum > 1)
