@@ -225,10 +225,9 @@ class Optimizer:
 
 
 # ==== ledger: the same lines in every lesson ====
-# {operator: (what it does, passes round the ring)}. Over gloo, where that is faster, an all-to-all does the
-# work of a reduce-scatter, and a broadcast from each rank that of an all-gather.
+# {operator: (what it does, passes round the ring)}; gloo has its reduce-scatter from an all-to-all.
 RING = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1), "send": ("send", 0)}
-RING |= {"alltoall": ("reduce-scatter", 1), "allgather": ("all-gather", 1), "broadcast": ("all-gather", 1)}
+RING |= {"alltoall": ("reduce-scatter", 1), "allgather": ("all-gather", 1), "broadcast": ("broadcast", 0)}
 
 
 class Ledger(TorchDispatchMode):

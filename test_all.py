@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import types
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
@@ -651,28 +651,21 @@ def units_of(model):
     return lambda module: any(module is one for one in chosen)
 
 
-@contextmanager
-def slowly():
-    """Asynchronous collectives start when they are waited for, so that no wait can be left out."""
-    before = dist.all_to_all_single, dist.broadcast
+def late(collective):
+    """It starts when it is waited for, so that no wait can be left out."""
 
-    def late(collective):
-        def start(*tensors, async_op=False, **options):
-            works = [types.SimpleNamespace(wait=lambda: collective(*tensors, **options))]
-            return works[0] if async_op else works[0].wait()
+    def start(*tensors, async_op=False, **options):
+        work = types.SimpleNamespace(wait=lambda: collective(*tensors, **options))
+        return work if async_op else work.wait()
 
-        return start
-
-    dist.all_to_all_single, dist.broadcast = map(late, before)
-    try:
-        yield
-    finally:
-        dist.all_to_all_single, dist.broadcast = before
+    return start
 
 
-def train_zero(path, model_class):
+def train_zero(path, model_class, slow=False):
     """On a rank: the largest difference between a distributed run and the same run in one process."""
     lesson, rank, ranks = load(path), dist.get_rank(), dist.get_world_size()
+    if slow:
+        lesson.all_gather = late(lesson.all_gather)
     torch.manual_seed(100 + rank)  # every rank starts from other weights and buffers
     ours = model_class()
     zero = zero_class(lesson)(ours, units_of(ours))
@@ -707,9 +700,13 @@ def train_zero(path, model_class):
     return np.max(differences), len(zero.units)
 
 
-def train_zero_slowly(*arguments):
-    with slowly():
-        return train_zero(*arguments)
+def train_zero_slowly(path, model_class):
+    all_to_all = dist.all_to_all_single
+    dist.all_to_all_single = late(all_to_all)
+    try:
+        return train_zero(path, model_class, slow=True)
+    finally:
+        dist.all_to_all_single = all_to_all
 
 
 def check_zero(path, model_class=Odd, size=3, train=train_zero):
@@ -767,10 +764,10 @@ def zero_events(path, prefetch=None):
     of_size = lambda flat: next((i for i, u in enumerate(zero.units) if u.gradients is flat), None)  # noqa: E731
     gather, scatter, step = lesson.all_gather, lesson.reduce_scatter, torch.optim.SGD.step
 
-    def recorded_gather(flat, shard, group):
+    def recorded_gather(flat, shard, **options):
         events.append(("gather", of_flat.get(id(flat))))
         whole[0] = max(whole[0], sum(unit.weights.untyped_storage().nbytes() > 0 for unit in zero.units))
-        return gather(flat, shard, group)
+        return gather(flat, shard, **options)
 
     def recorded_scatter(shard, flat, group):
         events.append(("reduce", of_size(flat)))
@@ -1428,7 +1425,6 @@ SHARDED = [  # the same edit in zero1.py, zero2.py and zero3.py
     ("parity", "        dist.all_reduce(total, group=self.group)\n", ""),
     ("parity", "norm = total[0].sqrt()", "norm = torch.stack(squares).sum().sqrt()"),
     ("parity", "shares.view(-1, len(shard)), dim=0", "shares.view(len(shard), -1), dim=1"),
-    ("parity", "shards[dist.get_rank(group)].copy_(shard)", "shards[0].copy_(shard)"),
     ("parity", "unit.own_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1))", "pass"),
     (
         "zero",
@@ -1441,8 +1437,7 @@ SHARDED = [  # the same edit in zero1.py, zero2.py and zero3.py
     ("zero", "group_src=0", "group_src=self.ranks - 1"),
     ("zero", "unit.views[param].zero_()", "pass"),
     ("zero wait", "        work.wait()\n", ""),
-    ("zero wait", "[work.wait() for work in works]", "None"),
-    ("zero wait", "            self.arrival()\n", ""),
+    ("zero wait", "            self.arrival.wait()\n", ""),
     ("masters", "            unit.own.copy_(unit.master)\n", ""),
     ("masters", "self.own.float() if", "self.own if"),
     ("zero misuse", "        if any(other != shapes for other in everyone):", "        if False:"),

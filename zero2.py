@@ -227,7 +227,7 @@ class Optimizer:
             for piece in pieces.values():
                 piece.grad = None
             unit.own.copy_(unit.master)
-            unit.arrival = all_gather(unit.weights, unit.own, self.zero.group)
+            unit.arrival = all_gather(unit.weights, unit.own, group=self.zero.group, async_op=True)
         self.zero.used = set()
 
     def tensors(self):
@@ -240,7 +240,7 @@ class Optimizer:
         whole, rank = {}, dist.get_rank(self.zero.group)
         for unit in self.zero.units:  # a unit at a time, so that others hold no more than one
             flat = unit.master.new_empty(len(unit.weights))
-            all_gather(flat, unit.master, self.zero.group)()
+            all_gather(flat, unit.master, group=self.zero.group)
             if rank == 0:
                 whole |= {p: view.to("cpu", copy=True) for p, view in unit.views_of(flat).items()}
         tensors = model.state_dict(keep_vars=True).items() if rank == 0 else ()
@@ -248,21 +248,8 @@ class Optimizer:
 
 
 # torch 2.13 has new names for these two, and warns of the old.
-nccl_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 nccl_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def all_gather(flat, shard, group):
-    """Start to put the ranks' shards together as `flat`; the function returned waits for it."""
-    if dist.get_backend(group) != "gloo":
-        return nccl_all_gather(flat, shard, group=group, async_op=True).wait
-    # gloo's own copies all of it twice. Broadcasts of the shards send as much and cost half; in pieces of
-    # 2^18 elements, so that both directions of a link are in use at once.
-    shards = flat.chunk(dist.get_world_size(group))
-    shards[dist.get_rank(group)].copy_(shard)
-    pieces = [(i, piece) for turn in zip(*(s.split(2**18) for s in shards)) for i, piece in enumerate(turn)]
-    works = [dist.broadcast(piece, group_src=i, group=group, async_op=True) for i, piece in pieces]
-    return lambda: [work.wait() for work in works]
 
 
 def reduce_scatter(shard, flat, group):
@@ -313,7 +300,7 @@ class Unit:
 
     def wait_for_weights(self):
         if self.arrival:
-            self.arrival()
+            self.arrival.wait()
             self.arrival = None
 
 
@@ -459,10 +446,9 @@ class ZeRO2(nn.Module):
 
 
 # ==== ledger: the same lines in every lesson ====
-# {operator: (what it does, passes round the ring)}. Over gloo, where that is faster, an all-to-all does the
-# work of a reduce-scatter, and a broadcast from each rank that of an all-gather.
+# {operator: (what it does, passes round the ring)}; gloo has its reduce-scatter from an all-to-all.
 RING = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1), "send": ("send", 0)}
-RING |= {"alltoall": ("reduce-scatter", 1), "allgather": ("all-gather", 1), "broadcast": ("all-gather", 1)}
+RING |= {"alltoall": ("reduce-scatter", 1), "allgather": ("all-gather", 1), "broadcast": ("broadcast", 0)}
 
 
 class Ledger(TorchDispatchMode):

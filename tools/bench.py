@@ -2,7 +2,7 @@
 
     python tools/bench.py ddp --ranks 2 --size small
     python tools/bench.py zero3 --hosts 2 --rate 1gbit --size small     (Linux and root: see tools/hosts.sh)
-    python tools/bench.py zero3 --also "--prefetch 0" --also "--keep"   (what each idea buys)
+    python tools/bench.py zero3 --also="--prefetch 0" --also=--keep     (what each idea buys)
     python tools/bench.py ddp --ranks 1 --size small                    (its own cost, beside the plain loop)
 
 First a few steps of each, which must end in equal weights. Then rounds: in each, every contender runs --steps
