@@ -103,7 +103,7 @@ LESSONS = [
     Lesson("zero2", sent=lambda *model: zero_sent(2, *model), slack=zero_slack, max_lines=620),
     Lesson(
         "zero3",
-        bad_flags=("--prefetch -1", "--prefetch x"),
+        bad_flags=("--prefetch -1", "--unit head"),
         sent=lambda *model: zero_sent(3, *model),
         slack=zero_slack,
         max_lines=700,
@@ -741,6 +741,17 @@ def check_prefetch_flags(path, flags):
 @pytest.mark.parametrize("flags", ["--prefetch 0", "--prefetch 2", "--keep", "--keep --prefetch 2"])
 def test_zero3_comes_to_the_same_weights_whatever_is_prefetched_or_kept(flags):
     check_prefetch_flags(ZERO[2].path, flags)
+
+
+@every_zero
+def test_zero_comes_to_the_same_weights_with_smaller_units(lesson):
+    common = f"{TINY} --batch 12 --dtype fp64 --lr 0.01 --accum 2"
+    result, weights = run(lesson.path, 3, f"{common} --unit layer")
+    assert apart(weights, run(SINGLE, 1, common)[1]) <= 1e-9
+    assert all(row["wire"] == row["formula"] for row in result["sent"].values())
+    block, _ = run(lesson.path, 3, common)
+    if lesson.name != "zero1":
+        assert result["held"]["gradients"]["measured"] < block["held"]["gradients"]["measured"]
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])

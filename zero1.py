@@ -521,9 +521,13 @@ class Ledger(TorchDispatchMode):
 # ==== end of the ledger ====
 
 
+UNITS = {"block": (Block,), "layer": (nn.Linear, nn.LayerNorm)}
+
+
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     parser = flags()
+    parser.add_argument("--unit", default="block", choices=UNITS, help="what is sent at once")
     parser.add_argument(
         "--overlap", default=True, action=argparse.BooleanOptionalAction, help="with backward"
     )
@@ -550,7 +554,7 @@ def train(config):
     if config.batch % (ranks * config.accum):
         refuse(f"--batch {config.batch}: must be a multiple of {ranks} ranks x --accum {config.accum}")
     model = GPT(config).to(device, DTYPES[config.dtype])
-    zero = ZeRO1(model, lambda submodule: isinstance(submodule, Block), config.overlap)
+    zero = ZeRO1(model, lambda submodule: isinstance(submodule, UNITS[config.unit]), config.overlap)
     optimizer = Optimizer(zero, OPTIMIZERS[config.optim], lr=config.lr, fused=True)
     ledger = Ledger("zero1", config, device, model)
     for step in range(1, config.steps + 1):

@@ -624,9 +624,13 @@ class Ledger(TorchDispatchMode):
 # ==== end of the ledger ====
 
 
+UNITS = {"block": (Block,), "layer": (nn.Linear, nn.LayerNorm)}
+
+
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     parser = flags()
+    parser.add_argument("--unit", default="block", choices=UNITS, help="what is sent at once")
     parser.add_argument("--prefetch", type=int, default=1, help="units gathered ahead of their use")
     parser.add_argument("--keep", action="store_true", help="what forward gathers stays until backward")
     return parser.parse_args(arguments)
@@ -641,8 +645,8 @@ def formulas(zero, config):
     share, alive = (rest + sum(blocks)) // ranks, 2 + (dist.get_backend() == "gloo")
     once = rest + (sum(blocks) if config.keep else blocks[-1])  # R: gathered once, not twice
     whole = len(blocks) if config.keep else min(1 + config.prefetch, len(blocks))
-    held = {"parameters": (f"{w}P/N + {1 + whole} units", w * (share + rest + whole * blocks[0]))}
-    held["gradients"] = (f"{w}P/N + {alive + 1} units", w * (share + rest + alive * blocks[0]))
+    held = {"parameters": (f"{w}P/N + {1 + whole} units", w * (share + rest + whole * max(blocks)))}
+    held["gradients"] = (f"{w}P/N + {alive + 1} units", w * (share + rest + alive * max(blocks)))
     held["optimizer"] = (f"{s}P/N", round(s * P / ranks))
     wire = w * config.accum * (ranks - 1) / ranks
     times = f" x {config.accum}" * (config.accum > 1)
@@ -660,7 +664,11 @@ def train(config):
         refuse(f"--batch {config.batch}: must be a multiple of {ranks} ranks x --accum {config.accum}")
     model = GPT(config).to(DTYPES[config.dtype])
     zero = ZeRO3(
-        model, lambda submodule: isinstance(submodule, Block), config.prefetch, config.keep, device=device
+        model,
+        lambda submodule: isinstance(submodule, UNITS[config.unit]),
+        config.prefetch,
+        config.keep,
+        device=device,
     )
     optimizer = Optimizer(zero, OPTIMIZERS[config.optim], lr=config.lr, fused=True)
     ledger = Ledger("zero3", config, device, model, zero.gradients)

@@ -113,12 +113,12 @@ def finish():
 def ours(lesson, name, config, device):
     """The lesson, put together as in its own train()."""
     model = new_model(lesson, config, device)
-    is_block = lambda submodule: isinstance(submodule, lesson.Block)  # noqa: E731
+    is_unit = lambda submodule: isinstance(submodule, lesson.UNITS[config.unit])  # noqa: E731
     wrap = {
         "ddp": lambda: lesson.DDP(model, config.bucket_mb, config.overlap),
-        "zero1": lambda: lesson.ZeRO1(model, is_block, config.overlap),
-        "zero2": lambda: lesson.ZeRO2(model, is_block, config.overlap),
-        "zero3": lambda: lesson.ZeRO3(model, is_block, config.prefetch, config.keep),
+        "zero1": lambda: lesson.ZeRO1(model, is_unit, config.overlap),
+        "zero2": lambda: lesson.ZeRO2(model, is_unit, config.overlap),
+        "zero3": lambda: lesson.ZeRO3(model, is_unit, config.prefetch, config.keep),
     }
     wrapped = wrap[lesson.__name__]()
     over = model.parameters() if lesson.__name__ == "ddp" else wrapped
