@@ -29,12 +29,12 @@ Run
 
 Expect
     zero2 | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 394.1 ms | 2.6 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 478.0 ms | 2.1 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 101.9 ms | 10.1 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 161.8 ms | 6.3 k tok/s
     held per rank     formula                           measured
       parameters      4P                     3.34 MB     3.34 MB
-      gradients       4P/N + 3 units         4.05 MB     4.00 MB
+      gradients       4P/N + 4 units         4.21 MB     4.00 MB
       optimizer       8P/N                   3.34 MB     3.34 MB
     sent per rank and step (ring bytes)
       reduce-scatter  4P(N-1)/N              1.67 MB     1.67 MB
