@@ -15,14 +15,14 @@ Holds
     AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
 
 Talks
-    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                  | backward 1 ...
-    network | gather 2  | gather 3  |           | gather 2   | gather 1 | reduce-scatter 3 | reduce-scatter 2
-    The last unit stays whole from its forward to its backward, which comes next; --keep has all of them stay.
+    compute | forward 1 | forward 2 | forward 3 | 4 | backward 4 | backward 3                  | backward 2 ...
+    network | gather 2  | gather 3  | gather 4  |   |            | gather 2 | reduce-scatter 4 | gather 1 | ...
+    The last 1 + --prefetch units stay whole: their backward comes next. --keep has all of them stay.
 
 Costs
     On a ring, per microbatch: two all-gathers and a reduce-scatter, together 3P(N-1)/N elements per rank, 1.5
     times what zero2.py sends; less R(N-1)/N for the R parameters that are gathered once: those of no unit and
-    of the last (of all, with --keep). (Notes that write 1P, 2P, 2P, 3P for DDP and the stages count an
+    of those that stay whole. (Notes that write 1P, 2P, 2P, 3P for DDP and the stages count an
     all-reduce's payload once. On the wire they are 2P, 2P, 2P and 3P.)
 
 Run
@@ -428,8 +428,8 @@ class ZeRO3(nn.Module):
             tensor.register_hook(functools.partial(self._before_backward, call))
         if tensors:
             self.calls.append(call)
-            if self.keep or submodule in (self.module, self.expected[-1]):
-                return
+            if self.keep or submodule in (self.module, *self.expected[-1 - self.prefetch :]):
+                return  # as backward() will begin with these
         for done in self.units_of if submodule is self.module else [submodule]:
             self._reshard(done)
 
@@ -643,7 +643,7 @@ def formulas(zero, config):
     s = 2 * max(w, 4) * (config.optim == "adamw") + 4 * (w == 2)  # two moments, a master
     rest, *blocks = [len(unit.weights) for unit in zero.units]  # with the padding
     share, alive = (rest + sum(blocks)) // ranks, 2 + (dist.get_backend() == "gloo")
-    once = rest + (sum(blocks) if config.keep else blocks[-1])  # R: gathered once, not twice
+    once = rest + sum(blocks if config.keep else blocks[-1 - config.prefetch :])  # R: gathered once
     whole = len(blocks) if config.keep else min(1 + config.prefetch, len(blocks))
     held = {"parameters": (f"{w}P/N + {1 + whole} units", w * (share + rest + whole * max(blocks)))}
     held["gradients"] = (f"{w}P/N + {alive + 1} units", w * (share + rest + alive * max(blocks)))
