@@ -15,8 +15,8 @@ Holds
     AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
 
 Talks
-    compute | forward 1 | forward 2 | forward 3 | 4 | backward 4 | backward 3                  | backward 2 ...
-    network | gather 2  | gather 3  | gather 4  |   |            | gather 2 | reduce-scatter 4 | gather 1 | ...
+    compute | forward 1 | forward 2 | forward 3 | 4 | backward 4 | backward 3                  | backward 2
+    network | gather 2  | gather 3  | gather 4  |   |            | gather 2 | reduce-scatter 4 | gather 1
     The last 1 + --prefetch units stay whole: their backward comes next. --keep has all of them stay.
 
 Costs
