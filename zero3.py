@@ -31,15 +31,15 @@ Run
 
 Expect
     zero3 | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 529.0 ms | 1.9 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 354.3 ms | 2.9 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 149.7 ms | 6.8 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 92.0 ms | 11.1 k tok/s
     held per rank     formula                           measured
       parameters      4P/N + 3 units         3.42 MB     3.42 MB
       gradients       4P/N + 4 units         4.21 MB     4.00 MB
       optimizer       8P/N                   3.34 MB     3.34 MB
     sent per rank and step (ring bytes)
-      all-gather      4(2P-R)(N-1)/N         2.86 MB     2.86 MB
+      all-gather      4(2P-R)(N-1)/N         2.46 MB     2.46 MB
       reduce-scatter  4P(N-1)/N              1.67 MB     1.67 MB
       all-reduce      16(T+1)(N-1)/N         0.00 MB     0.00 MB
 
