@@ -1,12 +1,12 @@
-"""ZeRO-1: every rank holds all weights and gradients, but optimizer states for a share of 1/N alone.
+"""ZeRO-1: every rank holds all weights and gradients, but optimizer states for a shard of 1/N alone.
 
 Idea
     In ddp.py N ranks keep the same optimizer states and take the same step. Here a rank steps 1/N of each
-    unit (a transformer block, say). For that it needs the sum of that share's gradients alone, and then hands
+    unit (a transformer block, say). For that it needs the sum of that shard's gradients alone, and then hands
     out its new weights: the two halves of an all-reduce (ZeRO, arXiv 1910.02054, sections 5.1 and 7.2.1).
 
 Holds
-    bytes         fp32    bf16    fp64     of P parameters; shares are padded by N-1 elements a unit at most
+    bytes         fp32    bf16    fp64     of P parameters; shards are padded by N-1 elements a unit at most
     parameters    4P      2P      8P
     gradients     4P      2P      8P       (over gloo also buffers for what arrives, as much again at most)
     AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
@@ -14,7 +14,7 @@ Holds
 Talks
     compute | forward: units whose weights are here  | backward, last unit first     | norm, step
     network | ... | all-gather unit 3 | unit 4 | ... | reduce-scatter unit 4 | 3 ... | all-gather unit 1 ...
-    The weights of a unit leave when its share has been stepped, and arrive under the next forward.
+    The weights of a unit leave when its shard has been stepped, and arrive under the next forward.
 
 Costs
     On a ring, a reduce-scatter of S bytes sends S(N-1)/N per rank, and so does an all-gather: together the
@@ -200,7 +200,7 @@ class GPT(nn.Module):
 
 
 class Optimizer:
-    """A torch optimizer on this rank's share of each unit's weights; in fp32 on masters, if they are bf16."""
+    """A torch optimizer on this rank's shard of each unit's weights; in fp32 on masters, if they are bf16."""
 
     def __init__(self, zero, optimizer_class, **options):
         self.zero, self.groups = zero, []
@@ -214,19 +214,21 @@ class Optimizer:
         """Step each unit, in the order of forward, and send its weights while the next is stepped."""
         self.zero.wait_for_weights()
         for unit, pieces, optimizer in self.groups:
-            gradient = unit.own_gradient.to(unit.master.dtype)
+            if not unit.waiting_for:
+                raise RuntimeError("step() needs clip_grad_norm_() before it")
+            gradient = unit.gradient_shard.to(unit.master.dtype)
             for p, piece in pieces.items():
                 piece.grad = None if p in self.zero.unused else gradient[unit.pieces[p]]
             if optimizer:
                 optimizer.step()
             for piece in pieces.values():
                 piece.grad = None
-            unit.own.copy_(unit.master)
-            unit.arrival = all_gather(unit.weights, unit.own, group=self.zero.group, async_op=True)
+            unit.shard.copy_(unit.master)
+            unit.arrival = all_gather(unit.weights, unit.shard, group=self.zero.group, async_op=True)
 
     def tensors(self):
         """What it holds beyond the model: masters, moments, step counts."""
-        masters = [unit.master for unit in self.zero.units if unit.master is not unit.own]
+        masters = [unit.master for unit in self.zero.units if unit.master is not unit.shard]
         return masters + tree_leaves([optimizer.state for *_, optimizer in self.groups if optimizer])
 
     def state_dict_of(self, model):
@@ -251,15 +253,15 @@ def reduce_scatter(shard, flat, group):
     if dist.get_backend(group) != "gloo":
         return nccl_reduce_scatter(shard, flat, group=group, async_op=True).wait, None
     # gloo's own is an all-reduce and a slice, twice the bytes. To sum what all-to-all brings is faster there.
-    shares = torch.empty_like(flat)
-    work = dist.all_to_all_single(shares, flat, group=group, async_op=True)
+    received = torch.empty_like(flat)
+    work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
     def wait():
         work.wait()
-        torch.sum(shares.view(-1, len(shard)), dim=0, out=shard)
-        shares.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
+        torch.sum(received.view(-1, len(shard)), dim=0, out=shard)
+        received.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
 
-    return wait, shares
+    return wait, received
 
 
 class Unit:
@@ -267,29 +269,29 @@ class Unit:
 
     def __init__(self, params, rank, ranks):
         self.params, self.waiting_for, self.arrival = params, set(params), None
-        share = -(-sum(p.numel() for p in params) // ranks)  # rounded up: the last shares may be padded
+        share = -(-sum(p.numel() for p in params) // ranks)  # rounded up: the last shards may be padded
         self.layout, self.pieces, start = [], {}, 0
         for p in params:
             # A view has its parameter's order of dims (channels last, say), as fused optimizers rely on it.
             self.layout.append((p, p.shape, torch.empty_like(p, device="meta").stride(), start))
             first, last = max(start - rank * share, 0), min(start + p.numel() - rank * share, share)
             if first < last:
-                self.pieces[p] = slice(first, last)  # where it lies in this rank's share
+                self.pieces[p] = slice(first, last)  # where it lies in this rank's shard
             start += p.numel()
         self.weights = torch.zeros(ranks * share, dtype=params[0].dtype, device=params[0].device)
         for p, view in self.views_of(self.weights).items():
             p.data = view.copy_(p.detach())
-        self.own = self.weights.chunk(ranks)[rank]
-        self.master = self.own.float() if self.own.dtype == torch.bfloat16 else self.own
+        self.shard = self.weights.chunk(ranks)[rank]
+        self.master = self.shard.float() if self.shard.dtype == torch.bfloat16 else self.shard
         self.gradients = torch.zeros_like(self.weights)
-        self.own_gradient = self.gradients.chunk(ranks)[rank]
+        self.gradient_shard = self.gradients.chunk(ranks)[rank]
         self.views = self.views_of(self.gradients)
 
     def views_of(self, flat):
         """{parameter: its part of a flat tensor}."""
         return {p: flat.as_strided(shape, stride, start) for p, shape, stride, start in self.layout}
 
-    def wait_for_weights(self):
+    def wait_for_weights(self, *_):
         if self.arrival:
             self.arrival.wait()
             self.arrival = None
@@ -341,8 +343,8 @@ class ZeRO1(nn.Module):
         self.units = []
         for submodule, params in find_units(module, is_unit):
             unit = Unit(params, self.rank, self.ranks)
-            wait = lambda *_, unit=unit: unit.wait_for_weights()  # noqa: E731
-            submodule.register_forward_pre_hook(wait, prepend=True)  # others may read weights
+            # before the hooks of others, which may read weights
+            submodule.register_forward_pre_hook(unit.wait_for_weights, prepend=True)
             self.units.append(unit)
         if not self.units:
             raise ValueError("no parameter requires a gradient")
@@ -395,7 +397,7 @@ class ZeRO1(nn.Module):
             else:  # used in an earlier microbatch
                 gradient, param.grad = param.grad, unit.views[param]
                 torch.div(gradient, self.ranks, out=param.grad)
-        unit.wait_for_gradients, _ = reduce_scatter(unit.own_gradient, unit.gradients, self.group)
+        unit.wait_for_gradients, _ = reduce_scatter(unit.gradient_shard, unit.gradients, self.group)
 
     def clip_grad_norm_(self, max_norm):
         """Wait for this rank's gradients; scale them to a global norm of at most max_norm (0: any).
@@ -407,13 +409,14 @@ class ZeRO1(nn.Module):
         squares = []
         for unit in self.units[::-1]:
             unit.wait_for_gradients()
-            wide = torch.promote_types(unit.own_gradient.dtype, torch.float32)
-            squares.append(torch.linalg.vector_norm(unit.own_gradient, dtype=wide).double().square())
-        # Each element is in one share, and each parameter in one unit. With their sum go flags: who was used?
+            wide = torch.promote_types(unit.gradient_shard.dtype, torch.float32)
+            squares.append(torch.linalg.vector_norm(unit.gradient_shard, dtype=wide).double().square())
+        # Each element is in one shard, and each parameter in one unit. With their sum go flags: who was used?
         used = [p.grad is not None for p in self.unit_of]
         flags = torch.ones(len(used), dtype=torch.float64, device=squares[0].device)
-        for i in (i for i, here in enumerate(used) if not here):
-            flags[i] = 0  # a copy of the whole list would make the host wait for the device
+        for i, here in enumerate(used):
+            if not here:  # set one by one, as a copy of the list would make the host wait for the device
+                flags[i] = 0
         total = torch.cat([torch.stack(squares).sum().view(1), flags])
         dist.all_reduce(total, group=self.group)
         # What no rank used gets no gradient, as on one device. (A look at a flag makes the host wait.)
@@ -422,10 +425,10 @@ class ZeRO1(nn.Module):
         norm = total[0].sqrt()
         for unit in self.units:
             if max_norm:  # always, as `if scale < 1` would make the host wait for the device
-                unit.own_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+                unit.gradient_shard.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
             unit.waiting_for = set(unit.params)
         for param in self.unit_of:
-            param.grad = None  # it is the mean in this rank's share only
+            param.grad = None  # it is the mean in this rank's shard only
         self.to_launch = deque(self.units[::-1])
         return norm
 

@@ -1,14 +1,14 @@
-"""ZeRO-2: as zero1.py, and a rank keeps the gradients of its share alone; the others are freed in backward.
+"""ZeRO-2: as zero1.py, and a rank keeps the gradients of its shard alone; the others are freed in backward.
 
 Idea
     A rank that steps 1/N of a unit needs 1/N of its gradients. So a unit's gradients live from the first of
     them that backward() computes until they are reduce-scattered (ZeRO, arXiv 1910.02054, sections 5.2 and
-    7.2.1). With accumulation every microbatch is reduced, into the same share: no rank keeps a whole sum.
+    7.2.1). With accumulation every microbatch is reduced, into the same shard: no rank keeps a whole sum.
 
 Holds
-    bytes         fp32    bf16    fp64     of P parameters; shares are padded by N-1 elements a unit at most
+    bytes         fp32    bf16    fp64     of P parameters; shards are padded by N-1 elements a unit at most
     parameters    4P      2P      8P
-    gradients     4P/N    2P/N    8P/N     + 2 units, one that backward() fills and one that travels (over
+    gradients     4P/N    2P/N    8P/N     + 2 units, one that backward() fills and one in flight (over
                                            gloo 3: what arrives is added up in a buffer), + what belongs to
                                            no unit (embeddings), + 1 parameter's
     AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
@@ -202,7 +202,7 @@ class GPT(nn.Module):
 
 
 class Optimizer:
-    """A torch optimizer on this rank's share of each unit's weights; in fp32 on masters, if they are bf16."""
+    """A torch optimizer on this rank's shard of each unit's weights; in fp32 on masters, if they are bf16."""
 
     def __init__(self, zero, optimizer_class, **options):
         self.zero, self.groups = zero, []
@@ -216,23 +216,23 @@ class Optimizer:
         """Step each unit, in the order of forward, and send its weights while the next is stepped."""
         self.zero.wait_for_weights()
         for unit, pieces, optimizer in self.groups:
-            if unit.own_gradient is None:
+            if unit.gradient_shard is None:
                 raise RuntimeError("step() needs backward() and clip_grad_norm_() before it")
-            gradient = unit.own_gradient.to(unit.master.dtype)
-            unit.own_gradient = None
+            gradient = unit.gradient_shard.to(unit.master.dtype)
+            unit.gradient_shard = None
             for p, piece in pieces.items():
                 piece.grad = None if p in self.zero.unused else gradient[unit.pieces[p]]
             if optimizer:
                 optimizer.step()
             for piece in pieces.values():
                 piece.grad = None
-            unit.own.copy_(unit.master)
-            unit.arrival = all_gather(unit.weights, unit.own, group=self.zero.group, async_op=True)
+            unit.shard.copy_(unit.master)
+            unit.arrival = all_gather(unit.weights, unit.shard, group=self.zero.group, async_op=True)
         self.zero.used = set()
 
     def tensors(self):
         """What it holds beyond the model: masters, moments, step counts."""
-        masters = [unit.master for unit in self.zero.units if unit.master is not unit.own]
+        masters = [unit.master for unit in self.zero.units if unit.master is not unit.shard]
         return masters + tree_leaves([optimizer.state for *_, optimizer in self.groups if optimizer])
 
     def state_dict_of(self, model):
@@ -257,15 +257,15 @@ def reduce_scatter(shard, flat, group):
     if dist.get_backend(group) != "gloo":
         return nccl_reduce_scatter(shard, flat, group=group, async_op=True).wait, None
     # gloo's own is an all-reduce and a slice, twice the bytes. To sum what all-to-all brings is faster there.
-    shares = torch.empty_like(flat)
-    work = dist.all_to_all_single(shares, flat, group=group, async_op=True)
+    received = torch.empty_like(flat)
+    work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
     def wait():
         work.wait()
-        torch.sum(shares.view(-1, len(shard)), dim=0, out=shard)
-        shares.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
+        torch.sum(received.view(-1, len(shard)), dim=0, out=shard)
+        received.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
 
-    return wait, shares
+    return wait, received
 
 
 class Unit:
@@ -273,21 +273,21 @@ class Unit:
 
     def __init__(self, params, rank, ranks):
         self.params, self.waiting_for, self.arrival = params, set(params), None
-        share = -(-sum(p.numel() for p in params) // ranks)  # rounded up: the last shares may be padded
+        share = -(-sum(p.numel() for p in params) // ranks)  # rounded up: the last shards may be padded
         self.layout, self.pieces, start = [], {}, 0
         for p in params:
             # A view has its parameter's order of dims (channels last, say), as fused optimizers rely on it.
             self.layout.append((p, p.shape, torch.empty_like(p, device="meta").stride(), start))
             first, last = max(start - rank * share, 0), min(start + p.numel() - rank * share, share)
             if first < last:
-                self.pieces[p] = slice(first, last)  # where it lies in this rank's share
+                self.pieces[p] = slice(first, last)  # where it lies in this rank's shard
             start += p.numel()
         self.weights = torch.zeros(ranks * share, dtype=params[0].dtype, device=params[0].device)
         for p, view in self.views_of(self.weights).items():
             p.data = view.copy_(p.detach())
-        self.own = self.weights.chunk(ranks)[rank]
-        self.master = self.own.float() if self.own.dtype == torch.bfloat16 else self.own
-        self.gradients = self.own_gradient = None
+        self.shard = self.weights.chunk(ranks)[rank]
+        self.master = self.shard.float() if self.shard.dtype == torch.bfloat16 else self.shard
+        self.gradients = self.gradient_shard = None
 
     def allocate_gradients(self):
         self.gradients = torch.empty_like(self.weights)
@@ -298,7 +298,7 @@ class Unit:
         """{parameter: its part of a flat tensor}."""
         return {p: flat.as_strided(shape, stride, start) for p, shape, stride, start in self.layout}
 
-    def wait_for_weights(self):
+    def wait_for_weights(self, *_):
         if self.arrival:
             self.arrival.wait()
             self.arrival = None
@@ -330,13 +330,13 @@ class ZeRO2(nn.Module):
     differ.
 
     is_unit: of a submodule, whether its gradients and weights travel together, and are used in its forward()
-    alone; what belongs to none, or to two (tied weights), makes a unit of its own. overlap: let a unit's
-    gradients travel while backward() goes on with the next.
+    alone; what belongs to none, or to two (tied weights), makes a unit of its own. overlap: go on with
+    backward() while a unit's gradients are in flight.
     """
 
     def __init__(self, module, is_unit=lambda submodule: False, overlap=True, group=None):
         super().__init__()
-        self.module, self.overlap, self.group, self.travelling = module, overlap, group, None
+        self.module, self.overlap, self.group, self.in_flight = module, overlap, group, None
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         tensors = [*module.parameters(), *module.buffers()]
         shapes, everyone = [(t.shape, t.dtype, t.requires_grad) for t in tensors], [None] * self.ranks
@@ -350,8 +350,8 @@ class ZeRO2(nn.Module):
         self.units = []
         for submodule, params in find_units(module, is_unit):
             unit = Unit(params, self.rank, self.ranks)
-            wait = lambda *_, unit=unit: unit.wait_for_weights()  # noqa: E731
-            submodule.register_forward_pre_hook(wait, prepend=True)  # others may read weights
+            # before the hooks of others, which may read weights
+            submodule.register_forward_pre_hook(unit.wait_for_weights, prepend=True)
             self.units.append(unit)
         if not self.units:
             raise ValueError("no parameter requires a gradient")
@@ -369,16 +369,16 @@ class ZeRO2(nn.Module):
             unit.wait_for_weights()
 
     def gradients(self):
-        """All of them that are alive, in units or shares of units."""
-        tensors = [g for unit in self.units for g in (unit.gradients, unit.own_gradient)]
-        return [*tensors, *(p.grad for p in self.unit_of), *(self.travelling or ())]
+        """All of them that are alive, in units or shards of units."""
+        tensors = [g for unit in self.units for g in (unit.gradients, unit.gradient_shard)]
+        return [*tensors, *(p.grad for p in self.unit_of), *(self.in_flight or ())]
 
     def _collect(self, param):
         """Hook, when backward() is done with a parameter: move its gradient into its unit's."""
         if not self.to_launch:  # the first of this backward()
             self.to_launch = deque(self.units[::-1])  # about the order of backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-            self._wait_for_travelling()  # the last unit of the backward() before may be the first of this
+            self._finish_reduce_scatter()  # the last unit of the backward() before may be the first of this
         unit = self.unit_of[param]
         if unit.gradients is None:
             unit.allocate_gradients()
@@ -398,21 +398,21 @@ class ZeRO2(nn.Module):
         for param in unit.waiting_for:  # unused on this rank, but perhaps not on all
             unit.views[param].zero_()
         unit.waiting_for = set(unit.params)
-        self._wait_for_travelling()
-        shard = unit.gradients.new_empty(len(unit.own))
+        self._finish_reduce_scatter()
+        shard = unit.gradients.new_empty(len(unit.shard))
         wait, buffer = reduce_scatter(shard, unit.gradients, self.group)
-        self.travelling = (unit, wait, shard, buffer)
+        self.in_flight = (unit, wait, shard, buffer)
         if not self.overlap:
-            self._wait_for_travelling()
+            self._finish_reduce_scatter()
 
-    def _wait_for_travelling(self):
-        """Free the gradients that were sent last, and keep this rank's share of their sum."""
-        if self.travelling:
-            unit, wait, shard, _ = self.travelling
+    def _finish_reduce_scatter(self):
+        """Free the gradients that were sent last, and keep this rank's shard of their sum."""
+        if self.in_flight:
+            unit, wait, shard, _ = self.in_flight
             wait()
-            unit.own_gradient = shard if unit.own_gradient is None else unit.own_gradient.add_(shard)
+            unit.gradient_shard = shard if unit.gradient_shard is None else unit.gradient_shard.add_(shard)
             unit.gradients.untyped_storage().resize_(0)  # not del: see reduce_scatter()
-            self.travelling = unit.gradients = unit.views = None
+            self.in_flight = unit.gradients = unit.views = None
 
     def _end_of_backward(self):
         while self.to_launch:
@@ -423,16 +423,17 @@ class ZeRO2(nn.Module):
 
         Returns the norm before.
         """
-        self._wait_for_travelling()
+        self._finish_reduce_scatter()
         squares = []
         for unit in self.units:
-            wide = torch.promote_types(unit.own_gradient.dtype, torch.float32)
-            squares.append(torch.linalg.vector_norm(unit.own_gradient, dtype=wide).double().square())
-        # Each element is in one share, and each parameter in one unit. With their sum go flags: who was used?
+            wide = torch.promote_types(unit.gradient_shard.dtype, torch.float32)
+            squares.append(torch.linalg.vector_norm(unit.gradient_shard, dtype=wide).double().square())
+        # Each element is in one shard, and each parameter in one unit. With their sum go flags: who was used?
         used = [p in self.used for p in self.unit_of]
         flags = torch.ones(len(used), dtype=torch.float64, device=squares[0].device)
-        for i in (i for i, here in enumerate(used) if not here):
-            flags[i] = 0  # a copy of the whole list would make the host wait for the device
+        for i, here in enumerate(used):
+            if not here:  # set one by one, as a copy of the list would make the host wait for the device
+                flags[i] = 0
         total = torch.cat([torch.stack(squares).sum().view(1), flags])
         dist.all_reduce(total, group=self.group)
         # What no rank used gets no gradient, as on one device. (A look at a flag makes the host wait.)
@@ -441,7 +442,7 @@ class ZeRO2(nn.Module):
         norm = total[0].sqrt()
         for unit in self.units:
             if max_norm:  # always, as `if scale < 1` would make the host wait for the device
-                unit.own_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+                unit.gradient_shard.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
 
@@ -544,7 +545,7 @@ def parse(arguments=None):
     parser = flags()
     parser.add_argument("--unit", default="block", choices=UNITS, help="what is sent at once")
     parser.add_argument(
-        "--overlap", default=True, action=argparse.BooleanOptionalAction, help="of travel and backward"
+        "--overlap", default=True, action=argparse.BooleanOptionalAction, help="go on with backward meanwhile"
     )
     return parser.parse_args(arguments)
 

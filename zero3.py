@@ -1,4 +1,4 @@
-"""ZeRO-3, or FSDP: as zero2.py, and a rank keeps its share of the weights; a unit is whole while in use.
+"""ZeRO-3, or FSDP: as zero2.py, and a rank keeps its shard of the weights; a unit is whole while in use.
 
 Idea
     Before a unit (a transformer block, say) runs, its weights are gathered from all ranks; after it they are
@@ -7,9 +7,9 @@ Idea
     storage, not the tensor: autograd keeps the weights that it will need, and finds them refilled by then.
 
 Holds
-    bytes         fp32    bf16    fp64     of P parameters; shares are padded by N-1 elements a unit at most
+    bytes         fp32    bf16    fp64     of P parameters; shards are padded by N-1 elements a unit at most
     parameters    4P/N    2P/N    8P/N     + 1 + --prefetch units, + what belongs to no unit (embeddings)
-    gradients     4P/N    2P/N    8P/N     + 2 units, one that backward() fills and one that travels (over
+    gradients     4P/N    2P/N    8P/N     + 2 units, one that backward() fills and one in flight (over
                                            gloo 3: what arrives is added up in a buffer), + what belongs to
                                            no unit, + 1 parameter's
     AdamW         8P/N    12P/N   16P/N    (in bf16 with the fp32 master weights)
@@ -205,7 +205,7 @@ class GPT(nn.Module):
 
 
 class Optimizer:
-    """A torch optimizer on this rank's share of each unit's weights; in fp32 on masters, if they are bf16."""
+    """A torch optimizer on this rank's shard of each unit's weights; in fp32 on masters, if they are bf16."""
 
     def __init__(self, zero, optimizer_class, **options):
         self.zero, self.groups = zero, []
@@ -216,25 +216,25 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self):
-        """Step this rank's share of each unit. The weights are gathered when they are used."""
+        """Step this rank's shard of each unit. The weights are gathered when they are used."""
         for unit, pieces, optimizer in self.groups:
-            if unit.own_gradient is None:
+            if unit.gradient_shard is None:
                 raise RuntimeError("step() needs backward() and clip_grad_norm_() before it")
-            gradient = unit.own_gradient.to(unit.master.dtype)
-            unit.own_gradient = None
+            gradient = unit.gradient_shard.to(unit.master.dtype)
+            unit.gradient_shard = None
             for p, piece in pieces.items():
                 piece.grad = None if p in self.zero.unused else gradient[unit.pieces[p]]
             if optimizer:
                 optimizer.step()
             for piece in pieces.values():
                 piece.grad = None
-            unit.own.copy_(unit.master)
+            unit.shard.copy_(unit.master)
             unit.reshard()  # a forward without a backward may have left it whole, and old
         self.zero.used, self.zero.calls = set(), []
 
     def tensors(self):
         """What it holds beyond the model: masters, moments, step counts."""
-        masters = [unit.master for unit in self.zero.units if unit.master is not unit.own]
+        masters = [unit.master for unit in self.zero.units if unit.master is not unit.shard]
         return masters + tree_leaves([optimizer.state for *_, optimizer in self.groups if optimizer])
 
     def state_dict_of(self, model):
@@ -259,15 +259,15 @@ def reduce_scatter(shard, flat, group):
     if dist.get_backend(group) != "gloo":
         return nccl_reduce_scatter(shard, flat, group=group, async_op=True).wait, None
     # gloo's own is an all-reduce and a slice, twice the bytes. To sum what all-to-all brings is faster there.
-    shares = torch.empty_like(flat)
-    work = dist.all_to_all_single(shares, flat, group=group, async_op=True)
+    received = torch.empty_like(flat)
+    work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
     def wait():
         work.wait()
-        torch.sum(shares.view(-1, len(shard)), dim=0, out=shard)
-        shares.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
+        torch.sum(received.view(-1, len(shard)), dim=0, out=shard)
+        received.untyped_storage().resize_(0)  # gloo's thread may hold on to the tensor for a while
 
-    return wait, shares
+    return wait, received
 
 
 class Unit:
@@ -275,22 +275,22 @@ class Unit:
 
     def __init__(self, params, device, rank, ranks):
         self.params, self.waiting_for, self.arrival, self.reduced = params, set(params), None, False
-        share = -(-sum(p.numel() for p in params) // ranks)  # rounded up: the last shares may be padded
+        share = -(-sum(p.numel() for p in params) // ranks)  # rounded up: the last shards may be padded
         self.layout, self.pieces, start = [], {}, 0
         for p in params:
             # A view has its parameter's order of dims (channels last, say), as fused optimizers rely on it.
             self.layout.append((p, p.shape, torch.empty_like(p, device="meta").stride(), start))
             first, last = max(start - rank * share, 0), min(start + p.numel() - rank * share, share)
             if first < last:
-                self.pieces[p] = slice(first, last)  # where it lies in this rank's share
+                self.pieces[p] = slice(first, last)  # where it lies in this rank's shard
             start += p.numel()
         self.weights = torch.zeros(ranks * share, dtype=params[0].dtype, device=device)
         for p, view in self.views_of(self.weights).items():
             p.data = view.copy_(p.detach())
-        self.own = self.weights.chunk(ranks)[rank].clone()
-        wide = self.own.dtype == torch.bfloat16 and params[0].requires_grad
-        self.master = self.own.float() if wide else self.own
-        self.gradients = self.own_gradient = None
+        self.shard = self.weights.chunk(ranks)[rank].clone()
+        wide = self.shard.dtype == torch.bfloat16 and params[0].requires_grad
+        self.master = self.shard.float() if wide else self.shard
+        self.gradients = self.gradient_shard = None
         self.reshard()
 
     def unshard(self, group):
@@ -298,7 +298,7 @@ class Unit:
         storage = self.weights.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.weights.nbytes)
-            self.arrival = all_gather(self.weights, self.own, group=group, async_op=True)
+            self.arrival = all_gather(self.weights, self.shard, group=group, async_op=True)
 
     def wait_for_weights(self):
         if self.arrival:
@@ -306,7 +306,7 @@ class Unit:
             self.arrival = None
 
     def reshard(self):
-        """Free the weights but for this rank's share. Views, autograd's too, wait for unshard()."""
+        """Free the weights but for this rank's shard. Views, autograd's too, wait for unshard()."""
         self.wait_for_weights()
         self.weights.untyped_storage().resize_(0)
 
@@ -350,7 +350,7 @@ class ZeRO3(nn.Module):
     is_unit: of a submodule, whether its weights come and go together, and are used in its forward() alone;
     what belongs to none, or to two (tied weights), is whole from the start of forward() to the end of
     backward(). prefetch: so many units are gathered ahead. keep: what is gathered stays until backward().
-    device: where the shares live (None: where the parameters are; the module may be elsewhere).
+    device: where the shards live (None: where the parameters are; the module may be elsewhere).
     """
 
     def __init__(
@@ -384,7 +384,7 @@ class ZeRO3(nn.Module):
         self.unit_of = {p: unit for unit in self.trained for p in unit.params}
         for p in self.unit_of:
             p.register_post_accumulate_grad_hook(self._collect)
-        self.travelling, self.used, self.unused = None, set(), set()
+        self.in_flight, self.used, self.unused = None, set(), set()
         self.expected, self.called = list(self.units_of), []  # submodules, in the last forward and in this
         self.calls, self.in_backward = [], False  # what backward() has yet to come to
 
@@ -392,9 +392,9 @@ class ZeRO3(nn.Module):
         return self.module(*args, **kwargs)
 
     def gradients(self):
-        """All of them that are alive, in units or shares of units."""
-        tensors = [g for unit in self.units for g in (unit.gradients, unit.own_gradient)]
-        return [*tensors, *(p.grad for p in self.unit_of), *(self.travelling or ())]
+        """All of them that are alive, in units or shards of units."""
+        tensors = [g for unit in self.units for g in (unit.gradients, unit.gradient_shard)]
+        return [*tensors, *(p.grad for p in self.unit_of), *(self.in_flight or ())]
 
     def _before_forward(self, submodule, args):
         """Hook: gather what this call needs, and start on what the next ones did in the last forward."""
@@ -451,7 +451,7 @@ class ZeRO3(nn.Module):
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-            self._wait_for_travelling()  # the last unit of the backward() before may be the first of this
+            self._finish_reduce_scatter()  # the last unit of the backward() before may be the first of this
 
     def _end_of_backward(self):
         for submodule in dict.fromkeys([*(submodule for submodule, _ in self.calls[::-1]), *self.units_of]):
@@ -492,35 +492,36 @@ class ZeRO3(nn.Module):
             for param in unit.waiting_for:  # unused on this rank, but perhaps not on all
                 unit.views[param].zero_()
             unit.waiting_for = set(unit.params)
-            self._wait_for_travelling()
-            shard = unit.gradients.new_empty(len(unit.own))
+            self._finish_reduce_scatter()
+            shard = unit.gradients.new_empty(len(unit.shard))
             wait, buffer = reduce_scatter(shard, unit.gradients, self.group)
-            self.travelling = (unit, wait, shard, buffer)
+            self.in_flight = (unit, wait, shard, buffer)
 
-    def _wait_for_travelling(self):
-        """Free the gradients that were sent last, and keep this rank's share of their sum."""
-        if self.travelling:
-            unit, wait, shard, _ = self.travelling
+    def _finish_reduce_scatter(self):
+        """Free the gradients that were sent last, and keep this rank's shard of their sum."""
+        if self.in_flight:
+            unit, wait, shard, _ = self.in_flight
             wait()
-            unit.own_gradient = shard if unit.own_gradient is None else unit.own_gradient.add_(shard)
+            unit.gradient_shard = shard if unit.gradient_shard is None else unit.gradient_shard.add_(shard)
             unit.gradients.untyped_storage().resize_(0)  # not del: see reduce_scatter()
-            self.travelling = unit.gradients = unit.views = None
+            self.in_flight = unit.gradients = unit.views = None
 
     def clip_grad_norm_(self, max_norm):
         """Wait for this rank's gradients; scale them to a global norm of at most max_norm (0: any).
 
         Returns the norm before.
         """
-        self._wait_for_travelling()
+        self._finish_reduce_scatter()
         squares = []
         for unit in self.trained:
-            wide = torch.promote_types(unit.own_gradient.dtype, torch.float32)
-            squares.append(torch.linalg.vector_norm(unit.own_gradient, dtype=wide).double().square())
-        # Each element is in one share, and each parameter in one unit. With their sum go flags: who was used?
+            wide = torch.promote_types(unit.gradient_shard.dtype, torch.float32)
+            squares.append(torch.linalg.vector_norm(unit.gradient_shard, dtype=wide).double().square())
+        # Each element is in one shard, and each parameter in one unit. With their sum go flags: who was used?
         used = [p in self.used for p in self.unit_of]
         flags = torch.ones(len(used), dtype=torch.float64, device=squares[0].device)
-        for i in (i for i, here in enumerate(used) if not here):
-            flags[i] = 0  # a copy of the whole list would make the host wait for the device
+        for i, here in enumerate(used):
+            if not here:  # set one by one, as a copy of the list would make the host wait for the device
+                flags[i] = 0
         total = torch.cat([torch.stack(squares).sum().view(1), flags])
         dist.all_reduce(total, group=self.group)
         # What no rank used gets no gradient, as on one device. (A look at a flag makes the host wait.)
@@ -529,7 +530,7 @@ class ZeRO3(nn.Module):
         norm = total[0].sqrt()
         for unit in self.trained:
             if max_norm:  # always, as `if scale < 1` would make the host wait for the device
-                unit.own_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+                unit.gradient_shard.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
 
@@ -672,7 +673,7 @@ def train(config):
     )
     optimizer = Optimizer(zero, OPTIMIZERS[config.optim], lr=config.lr, fused=True)
     ledger = Ledger("zero3", config, device, model, zero.gradients)
-    ledger.watch("parameters", [unit.own for unit in zero.units])
+    ledger.watch("parameters", [unit.shard for unit in zero.units])
     for step in range(1, config.steps + 1):
         with ledger if step == 1 else nullcontext():
             loss = 0
