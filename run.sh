@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-LESSONS=(ddp zero1 zero2 zero3) # in reading order, after single.py; a new lesson is one more word here
+LESSONS=(dp_threads dp_async ddp zero1 zero2 zero3) # in reading order, after single.py; a new lesson is one more word here
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
@@ -70,7 +70,11 @@ run() { # NAME COMMAND ...
 run single "$python" single.py
 for lesson in "$@"; do
     lesson=${lesson%.py}
-    run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" "$lesson.py"
+    case $lesson in # those of one process, and those that torchrun starts
+    dp_threads) run "$lesson" "$python" "$lesson.py" --replicas "$ranks" ;;
+    dp_async) run "$lesson" "$python" "$lesson.py" --workers "$ranks" ;;
+    *) run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" "$lesson.py" ;;
+    esac
 done
 say "Every lesson against single.py"
 exec "$python" tools/compare.py runs "${@%.py}"

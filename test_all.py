@@ -5,6 +5,7 @@ Ranks are processes that live on from test to test: world(4).run(function, ...) 
 """
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -49,6 +51,7 @@ class Lesson:
     flags: of its own, to make TINY interesting. bad_flags: of its own, to be refused.
     sent: {collective: bytes given to it} in a step, from weights, bytes of a number, ranks, microbatches.
     slack: for each part that is held, what may be measured beyond the formula, in bytes, from the same.
+    threads: the flag for their number, if a lesson is one process. keys, held: more of its --json.
     """
 
     name: str
@@ -58,6 +61,9 @@ class Lesson:
     max_lines: int = 510
     sent: object = lambda weights, width, ranks, accum: {}
     slack: object = lambda weights, width, ranks: {}
+    threads: str = ""
+    keys: tuple = ()
+    held: tuple = ()
 
     @property
     def path(self):
@@ -91,8 +97,44 @@ def zero_slack(weights, width, ranks):
     return {"parameters": padding, "gradients": padding + own + 2 * share, "optimizer": padding}
 
 
+def threads_sent(weights, width, ranks, accum):
+    """Bytes through device 0 for 36 sequences of 16 bytes, when 256 numbers for each byte come back."""
+    whole = accum * width * (ranks - 1) * sum(p.numel() for p in weights.values())
+    tokens = 36 * 16 * (ranks - 1) // ranks
+    outputs = {name: width * 256 * tokens for name in ("gather outputs", "scatter grads")}
+    return {"scatter inputs": 8 * tokens, "replicate": whole, "reduce grads": whole} | outputs
+
+
+def async_sent(weights, width, ranks, accum):
+    each = width * ranks * sum(p.numel() for p in weights.values())
+    return {"pull": each, "push": each}
+
+
 LESSONS = [
     Lesson("single", worlds=(1,)),
+    Lesson(
+        "dp_threads",
+        threads="--replicas",
+        bad_flags=("--replicas 0", "--replicas 3", "--replicas 16 --accum 2"),
+        sent=threads_sent,
+        keys=("peak_bytes_of_devices",),
+        held=("outputs",),
+        max_lines=750,
+    ),
+    Lesson(
+        "dp_async",
+        threads="--workers",
+        bad_flags=(
+            *("--workers 0", "--workers 3", "--mode any", "--staleness -1"),
+            *("--slow 2=4", "--slow 1", "--slow 0=0.5", "--slow 0=x"),
+        ),
+        sent=async_sent,
+        keys=(
+            *("peak_bytes_of_devices", "mode", "pushes", "updates", "staleness", "most_ahead"),
+            *("waited", "sequences_per_s", "failed"),
+        ),
+        max_lines=750,
+    ),
     Lesson(
         "ddp",
         flags=TINY_BUCKETS,
@@ -109,9 +151,13 @@ LESSONS = [
         max_lines=700,
     ),
 ]
-SINGLE = LESSONS[0].path
+SINGLE, THREADS, ASYNC, DDP = (
+    str(ROOT / f"{name}.py") for name in ("single", "dp_threads", "dp_async", "ddp")
+)
+RANKED = [lesson for lesson in LESSONS[1:] if not lesson.threads]
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 every_parallel_lesson = pytest.mark.parametrize("lesson", LESSONS[1:], ids=lambda lesson: lesson.name)
+every_lesson_of_ranks = pytest.mark.parametrize("lesson", RANKED, ids=lambda lesson: lesson.name)
 
 
 # ---- worlds of processes ----
@@ -222,6 +268,9 @@ def train(path, flags, save=None):
 @functools.cache
 def run(path, size, flags):
     """(result of rank 0, saved weights) of a lesson in a world of this size."""
+    threads = next((each.threads for each in LESSONS if each.name == Path(path).stem), "")
+    if threads:
+        size, flags = 1, f"{flags} {threads} {size}"
     with tempfile.TemporaryDirectory() as folder:
         result = world(size).run(train, path, flags, f"{folder}/weights.pt")[0]
         return result, torch.load(f"{folder}/weights.pt")
@@ -240,7 +289,7 @@ def apart(one, other):
 
 BLOCKS = [
     ("# ==== toy model: the same lines in every lesson ====\n", "# ==== end of the toy model ====\n", 150),
-    ("# ==== ledger: the same lines in every lesson ====\n", "# ==== end of the ledger ====\n", 90),
+    ("# ==== ledger: the same lines in every lesson ====\n", "# ==== end of the ledger ====\n", 93),
 ]
 
 
@@ -318,7 +367,7 @@ def test_losses_norms_and_weights_are_single_pys(lesson, size, accum, optim):
 def test_ddp_comes_to_the_same_weights_with_each_idea_turned_off(flags):
     common = f"{TINY} --batch 36 --dtype fp64 --lr 0.01 --accum 3"
     _, weights = run(SINGLE, 1, common + (" --clip 0" if "clip" in flags else ""))
-    assert apart(run(LESSONS[1].path, 3, f"{common} {flags}")[1], weights) <= 1e-9
+    assert apart(run(DDP, 3, f"{common} {flags}")[1], weights) <= 1e-9
 
 
 @every_parallel_lesson
@@ -467,7 +516,7 @@ def check_odd(path, size=3, overlap=True, bucket_mb=0.0002):
     "size, overlap, bucket_mb", [(2, True, 0), (3, True, 0.0002), (4, False, 25), (4, True, None)]
 )
 def test_ddp_serves_any_module_from_any_start(size, overlap, bucket_mb):
-    check_odd(LESSONS[1].path, size, overlap, bucket_mb)
+    check_odd(DDP, size, overlap, bucket_mb)
 
 
 def raised(function):
@@ -515,7 +564,7 @@ def check_misuse(path):
 
 
 def test_ddp_says_what_was_done_wrong():
-    check_misuse(LESSONS[1].path)
+    check_misuse(DDP)
 
 
 def layouts(path):
@@ -543,7 +592,7 @@ def check_layouts(path):
 
 
 def test_ddp_keeps_each_tensors_memory_layout():
-    check_layouts(LESSONS[1].path)
+    check_layouts(DDP)
 
 
 def bucket_sizes(path, count):
@@ -566,7 +615,7 @@ def check_buckets(path):
 
 
 def test_ddp_chooses_buckets_from_the_models_size():
-    check_buckets(LESSONS[1].path)
+    check_buckets(DDP)
 
 
 def against_torch(path):
@@ -590,7 +639,472 @@ def against_torch(path):
 
 
 def test_ddp_ends_in_the_weights_of_torchs_own_ddp():
-    assert max(world(2).run(against_torch, LESSONS[1].path)) < 1e-12
+    assert max(world(2).run(against_torch, DDP)) < 1e-12
+
+
+# ---- threads: replicas of a device each, and workers of a parameter server ----
+
+
+class Branchy(nn.Module):
+    """For DP: tied, frozen and unused parameters, two dtypes, a buffer, and outputs of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.frozen = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.tied, self.never, self.single = (
+            nn.Linear(5, 5, bias=False),
+            nn.Linear(5, 2),
+            nn.Linear(5, 3).float(),
+        )
+        self.tied.weight = self.first.weight
+        self.register_buffer("calls", torch.zeros(()))
+        self.double()
+        self.single.float()
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x, scale, *, extra, missing=None):
+        assert missing is None and scale == 3
+        self.calls += 1
+        y = self.tied(torch.tanh(self.frozen(self.first(x)))) * scale
+        if x[0, 0] > 0:  # the first row of a share: one replica uses these, another does not
+            y = y + self.second(x) + extra["row"]
+        return {
+            "y": y,
+            "z": (self.single(x.float()), y.square().mean()),
+            "best": y.argmax(-1),
+            "name": "branchy",
+        }
+
+
+def whole_outputs(module, shares):
+    """What DP should return: the module's outputs for the shares, one after another."""
+    parts = [module(x, 3, extra={"row": row}) for x, row in shares]
+    cat = lambda pick: torch.cat([pick(part) for part in parts])  # noqa: E731
+    numbers = torch.stack([part["z"][1] for part in parts])
+    return cat(lambda p: p["y"]), cat(lambda p: p["z"][0]), numbers, cat(lambda p: p["best"])
+
+
+def serve_branchy(path, replicas, rows):
+    """On a rank: the largest difference of outputs and of gradients, of parameters and inputs."""
+    lesson = load(path)
+    torch.manual_seed(0)
+    plain = Branchy()
+    module = copy.deepcopy(plain)
+    dp = lesson.DP(module, ["cpu"] * replicas)
+    before, after = nn.Linear(5, 5).double(), nn.Linear(5, 1).double()
+    worst = []
+    for step in range(3):
+        x, row = torch.randn(2, rows, 5).double()
+        losses, grads = [], []
+        for run in (dp, None):
+            h, r = before(x), row * before.bias
+            with torch.no_grad():
+                h[:, 0] = -1
+                h[0, 0] = 1
+            if run:
+                answer = run(h, 3, extra={"row": r})
+                y, (z, number), best = answer["y"], answer["z"], answer["best"]
+                assert answer["name"] == "branchy" and not best.requires_grad
+            else:
+                shares = zip(h.chunk(replicas), r.chunk(replicas))
+                y, z, number, best = whole_outputs(plain, shares)
+            loss = after(y).square().mean() + (z.square().sum() if step else 0) + number.sum()
+            loss.backward()
+            both = [*before.parameters(), *after.parameters(), *(module if run else plain).parameters()]
+            losses.append(torch.cat([y.flatten(), z.flatten(), number, best.flatten(), loss[None]]))
+            grads.append([p.grad for p in both])
+            for p in both:
+                p.grad = None
+        worst.append((losses[0] - losses[1]).abs().max().item())
+        for mine, theirs in zip(*grads):
+            assert (mine is None) == (theirs is None)
+            worst.append(0 if mine is None else (mine - theirs).abs().max().item())
+    with torch.no_grad():
+        dp(x, 3, extra={"row": row})
+    assert not len(dp.replicas) and module.calls == 4, (
+        "a replica outlives its backward, or a buffer its change"
+    )
+    return max(worst)
+
+
+def check_branchy(path, replicas=2, rows=5):
+    assert world(1).run(serve_branchy, path, replicas, rows, timeout=20)[0] < 2e-6  # one layer is fp32
+
+
+@pytest.mark.parametrize("replicas, rows", [(1, 3), (2, 5), (3, 9), (4, 2)])
+def test_dp_threads_serves_any_module(replicas, rows):
+    check_branchy(THREADS, replicas, rows)
+
+
+class Meeting(nn.Module):
+    """Its forward and its backward end only when those of all replicas have begun."""
+
+    def __init__(self, replicas, modes):
+        super().__init__()
+        self.weight, self.modes = nn.Parameter(torch.ones(3)), modes
+        self.forwards, self.backwards = (threading.Barrier(replicas, timeout=5) for _ in range(2))
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("a replica is no deep copy")
+
+    def forward(self, x):
+        self.forwards.wait()
+        self.modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), x.data_ptr()))
+        y = x * self.weight
+        if y.requires_grad:
+            y.register_hook(lambda gradient: (self.backwards.wait(), None)[1])
+        return y
+
+
+def meet(path, threads=True):
+    """On a rank: the modes that the replicas saw, when all must be at work at once."""
+    lesson, modes = load(path), []
+    dp = lesson.DP(Meeting(3 if threads else 1, modes), ["cpu"] * 3, threads)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = dp(torch.ones(6, 3))
+    outputs.sum().backward()
+    with torch.no_grad():
+        dp(torch.ones(6, 3))
+    return [mode[:2] for mode in modes], dp.module.weight.grad.tolist()
+
+
+def check_meeting(path):
+    modes, gradient = world(1).run(meet, path, timeout=20)[0]
+    assert modes == [(True, True)] * 3 + [(False, False)] * 3 and gradient == [6] * 3
+
+
+def test_dp_threads_runs_all_replicas_at_once_in_the_callers_modes():
+    check_meeting(THREADS)
+    assert world(1).run(meet, THREADS, False)[0][1] == [6] * 3
+
+
+class Failing(nn.Module):
+    """Fails where the first number of an input is negative, and notes who has finished."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.finished = nn.Parameter(torch.ones(())), []
+
+    def forward(self, x):
+        if x[0, 0] < 0:
+            raise KeyError("a bad row")
+        time.sleep(x[0, 1].item() / 10)
+        y = x * self.weight
+        if x[0, 0] == 7:
+            y.register_hook(lambda gradient: {}["a bad gradient"])
+        self.finished.append(1)
+        return y
+
+
+def fail(path):
+    """On a rank: texts of the errors that reach the caller, and the gradient of a step after them."""
+    lesson = load(path)
+    dp, texts = lesson.DP(Failing(), ["cpu"] * 3), []
+    for bad in (-1.0, 7.0):
+        x = torch.ones(3, 2)
+        x[1], x[2, 1] = bad, 5
+        try:
+            dp(x).sum().backward()
+        except KeyError as error:
+            texts.append("".join(traceback.format_exception(error)))
+        if bad < 0:
+            assert len(dp.module.finished) == 2, "the caller goes on while replicas still run"
+        assert dp.module.weight.grad is None
+    loss = dp(torch.ones(3, 2)).sum()
+    loss.backward(retain_graph=True)
+    mistakes = [
+        raised(loss.backward),
+        raised(lambda: dp(torch.ones(3, 2), torch.ones(2, 2))),
+        raised(lambda: dp(3)),
+        raised(lambda: lesson.DP(nn.Linear(2, 2), ["meta", "meta"])),
+    ]
+    return texts, dp.module.weight.grad.item(), mistakes
+
+
+def check_failing(path):
+    texts, gradient, mistakes = world(1).run(fail, path, timeout=20)[0]
+    assert len(texts) == 2 and "a bad row" in texts[0] and "a bad gradient" in texts[1]
+    for text in texts:
+        assert "in replica 1 of 3, on cpu" in text and "test_all.py" in text, text
+    assert "in forward" in texts[0] and gradient == 6
+    for mistake, words in zip(
+        mistakes, ("before", "one length", "one length", "must be on meta"), strict=True
+    ):
+        assert words in mistake, mistakes
+
+
+def test_an_error_in_a_replica_reaches_the_caller_with_its_traceback():
+    check_failing(THREADS)
+
+
+def check_device_0(path):
+    """What only the first device holds, and that nothing is left of replicas in another step."""
+    flags = f"{TINY} --batch 12 --steps 1 --vocab 512"
+    result, weights = run(path, 3, flags)
+    first, *others = (result["peak_bytes_of_devices"][f"device {r}"] for r in range(3))
+    optimizer = 8 * sum(p.numel() for p in weights.values())
+    outputs = 12 * 16 * 512 * 4
+    assert max(others) - min(others) < 1000 and first > others[0] + optimizer + outputs / 3
+    assert first < others[0] + optimizer + 4 * outputs
+    assert result["peak_bytes"] == first
+
+
+def test_dp_threads_shows_what_the_first_device_holds_more():
+    check_device_0(THREADS)
+
+
+def alone_with_server(lesson, workers, mode, staleness=0, lr=1.0):
+    """A server of one weight, which begins at 0, and workers whose every gradient is -1."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    server = lesson.Server(module, optimizer, workers, mode, staleness)
+    return server, [lesson.Worker(r, server, module, torch.device("cpu")) for r in range(workers)]
+
+
+def push_a_lot(path, mode):
+    """On a rank: the weight after 8 workers' pushes, all in a hurry, and the counts of the server."""
+    lesson = load(path)
+    server, workers = alone_with_server(lesson, 8, mode, 1)
+    sys.setswitchinterval(1e-6)
+
+    def task(worker, step, share):
+        worker.pull()
+        worker.params[0].grad = torch.full((1, 1), -1.0)
+        worker.push()
+
+    try:
+        lesson.run_workers(workers, task, 300)
+    finally:
+        sys.setswitchinterval(0.005)
+    counts = server.version, server.applied, sum(worker.sent for worker in workers)
+    return server.params[0].item(), *counts, sum(server.staleness.values())
+
+
+def check_no_push_lost(path):
+    for mode in ("asp", "ssp"):
+        assert world(1).run(push_a_lot, path, mode, timeout=15)[0] == (2400,) * 5
+    assert world(1).run(push_a_lot, path, "bsp", timeout=30)[0] == (300, 300, 2400, 2400, 2400)
+
+
+def test_no_push_is_lost_when_many_come_at_once():
+    check_no_push_lost(ASYNC)
+
+
+def staleness_of(path):
+    """On a rank: the staleness of pushes in a known order, and what the server's weight was at each pull."""
+    lesson = load(path)
+    server, (a, b, c) = alone_with_server(lesson, 3, "asp")
+    seen = []
+    for worker, event in (
+        (a, "pull"),
+        (b, "pull"),
+        (b, "push"),
+        (b, "pull"),
+        (c, "pull"),
+        (b, "push"),
+        (a, "push"),
+    ):
+        if event == "pull":
+            worker.pull()
+            seen.append(worker.params[0].item())
+        else:
+            worker.params[0].grad = torch.full((1, 1), -1.0)
+            worker.push()
+    return dict(server.staleness), seen
+
+
+def check_staleness(path):
+    assert world(1).run(staleness_of, path)[0] == ({0: 2, 2: 1}, [0, 0, 1, 1])
+
+
+def test_staleness_counts_the_updates_between_pull_and_push():
+    check_staleness(ASYNC)
+
+
+def race(path, mode, staleness, seed):
+    """On a rank: of 4 workers of random speed, the most pushes that one was ahead of another at its pull, the
+    most updates between a pull and its push, and the same two as the server has them."""
+    lesson, chance = load(path), np.random.default_rng(seed)
+    server, workers = alone_with_server(lesson, 4, mode, staleness)
+    pushes, updates, lead, stale, lock = [0] * 4, 0, 0, 0, threading.Lock()
+    naps = chance.exponential(0.001, (40, 4)) * [1, 1, 1, 6]
+
+    def task(worker, step, share):
+        nonlocal updates, lead, stale
+        worker.pull()
+        with lock:
+            at_pull, own = updates, pushes[worker.number]
+            if mode != "asp" and step < 30:  # at the end some may be gone
+                lead = max(lead, own - min(pushes))
+        time.sleep(naps[step - 1, worker.number])
+        worker.params[0].grad = torch.full((1, 1), -1.0)
+
+        def landed(norm):
+            nonlocal updates, stale
+            with lock:
+                stale = max(stale, updates - at_pull)
+                updates += 1
+                pushes[worker.number] += 1
+
+        worker.push(landed)
+
+    lesson.run_workers(workers, task, 40)
+    return lead, stale, server.lead, max(server.staleness)
+
+
+def check_bound(path, seeds=(0,)):
+    for seed in seeds:
+        for K in (0, 1, 3):
+            lead, stale, said_lead, said_stale = world(1).run(race, path, "ssp", K, seed, timeout=20)[0]
+            assert said_lead <= K and lead <= K, (
+                f"a worker began {max(said_lead, lead)} pushes ahead, not {K}"
+            )
+            assert max(stale, said_stale) <= 3 * (2 * K + 1), f"a push was {stale} updates stale"
+    assert world(1).run(race, path, "asp", 0, 0, timeout=20)[0][3] > 3, "without a bound it would be exceeded"
+
+
+def test_ssp_never_exceeds_its_bound():
+    check_bound(ASYNC, range(4))
+
+
+def straggle(path, mode, staleness):
+    """On a rank: pushes of the others before the first of worker 0, which waits until they can do no more."""
+    lesson = load(path)
+    _, workers = alone_with_server(lesson, 3, mode, staleness)
+    counts, before = [0] * 3, None
+
+    def task(worker, step, share):
+        nonlocal before
+        worker.pull()
+        if worker.number == 0 and before is None:
+            last = None
+            while last != counts[1:]:
+                last = counts[1:]
+                time.sleep(0.3)
+            before = last
+        worker.params[0].grad = torch.full((1, 1), -1.0)
+        worker.push()
+        counts[worker.number] += 1
+
+    lesson.run_workers(workers, task, 10)
+    return before, sum(counts)
+
+
+def check_straggler(path):
+    assert world(1).run(straggle, path, "bsp", 0, timeout=8)[0] == ([1, 1], 30)
+    assert world(1).run(straggle, path, "ssp", 2, timeout=8)[0] == ([3, 3], 30)
+    before, total = world(1).run(straggle, path, "asp", 0, timeout=20)[0]
+    assert sum(before) == 29 and total == 30, "asp waited for a straggler"
+
+
+def test_who_waits_for_a_straggler():
+    check_straggler(ASYNC)
+
+
+def lose(path, mode, doomed, at=4):
+    """On a rank: when workers fail at a step, what run_workers() returns or raises; which shares are done."""
+    lesson, done = load(path), []
+    server, workers = alone_with_server(lesson, 3, mode, 1)
+
+    def task(worker, step, share):
+        worker.pull()
+        time.sleep(0.001)
+        if worker.number in doomed and step >= at:
+            time.sleep(0.5)  # until the others have nothing to do
+            raise ValueError("boom")
+        worker.params[0].grad = torch.full((1, 1), -1.0)
+        worker.push()
+        done.append((step, share))
+
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            failed = lesson.run_workers(workers, task, 10)
+    except RuntimeError as error:
+        return str(error), repr(error.__cause__), "".join(traceback.format_exception(error)), server.version
+    return {n: repr(error) for n, error in failed.items()}, sorted(done), errors.getvalue(), server.applied
+
+
+def check_losing(path):
+    everything = [(step, share) for step in range(1, 11) for share in range(3)]
+    for mode in ("asp", "ssp"):
+        failed, done, text, applied = world(1).run(lose, path, mode, (1,), timeout=8)[0]
+        assert failed == {1: "ValueError('boom')"} and done == everything and applied == 30
+        assert "worker 1 failed, the others go on" in text and "in task" in text, text
+    message, cause, text, updates = world(1).run(lose, path, "bsp", (1,), timeout=20)[0]
+    assert "worker 1 failed" in message and cause == "ValueError('boom')" and updates == 3
+    assert "in worker 1, step 4, share 1" in text and "in task" in text, text
+    message = world(1).run(lose, path, "asp", (0, 1, 2), timeout=20)[0][0]
+    assert "no worker is left" in message
+    world(1).run(lose, path, "bsp", (2,), 10, timeout=20)  # others are done by then
+
+
+def test_a_failing_worker_stops_bsp_but_not_asp():
+    check_losing(ASYNC)
+
+
+def test_dp_async_counts_what_landed():
+    result, _ = run(ASYNC, 3, f"{TINY} --batch 12 --steps 6 --mode asp")
+    assert result["pushes"] == {"sent": 18, "applied": 18} and result["updates"] == 18
+    assert sum(result["staleness"].values()) == 18 and len(result["losses"]) == 6
+    assert result["sequences_per_s"] > 0
+    result, _ = run(ASYNC, 3, f"{TINY} --batch 12 --steps 6")
+    assert result["staleness"] == {0: 18} and result["updates"] == 6 and result["failed"] == {}
+
+
+def test_asp_with_one_worker_is_single_py():
+    result, weights = run(ASYNC, 1, f"{TINY} --batch 4 --steps 6 --mode asp --dtype fp64")
+    plain, expected = run(SINGLE, 1, f"{TINY} --batch 4 --steps 6 --dtype fp64")
+    assert apart(weights, expected) <= 1e-12 and apart(result["losses"], plain["losses"]) <= 1e-12
+
+
+def test_a_straggler_pays_for_itself(tmp_path):
+    speed = {}
+    for mode in ("bsp", "asp"):
+        result, _ = run(ASYNC, 2, f"{TINY} --batch 4 --steps 40 --mode {mode} --slow 1=8")
+        speed[mode] = result["sequences_per_s"]
+    assert speed["asp"] > 2 * speed["bsp"]
+
+
+BLOCK_OF_THREADS = ("# ==== ledger of threads: the same lines", "# ==== end of the ledger of threads ====\n")
+
+
+def test_the_lessons_of_threads_have_the_same_ledger():
+    assert block(THREADS, *BLOCK_OF_THREADS) == block(ASYNC, *BLOCK_OF_THREADS)
+
+
+def peek(path):
+    """On a rank: a ledger of threads sees a storage of another device read outside of an exchange."""
+    lesson = load(path)
+    config = lesson.parse(TINY.split())
+    lesson.set_up(config)
+    empty, model = types.SimpleNamespace(tensors=list), nn.Linear(2, 2)
+    ledger = lesson.ReplicaLedger("test", config, torch.device("cpu"), model, list, empty, 2)
+    with ledger:
+        x = torch.ones(1000)
+        lesson.HERE.device = "device 1"
+        with lesson.exchange("scatter inputs"):
+            y = x.clone()
+        assert ledger.seen["scatter inputs", "payload"] == 4000 and not ledger.seen[None, "calls"]
+        z = y + 1
+        y.add_(x)
+        del z
+        lesson.HERE.device = "device 0"
+    held = [ledger.seen["the rest", f"device {r}"] for r in (0, 1)]
+    assert held == [4000 + 24, 8000], held
+    return raised_by_close(ledger)
+
+
+def raised_by_close(ledger):
+    try:
+        ledger.close({}, {}, {})
+    except AssertionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_ledger_of_threads_knows_whose_memory_is_read():
+    assert "outside exchange()" in world(1).run(peek, THREADS)[0]
 
 
 # ---- the ZeRO lessons: any module, memory, overlap ----
@@ -945,7 +1459,7 @@ def check_wire(lesson, path, size=3):
         expected = lesson.sent(weights, 4, size, accum)
         assert {kind: row["payload"] for kind, row in result["sent"].items()} == expected
         for kind, row in result["sent"].items():
-            passes = {"all-reduce": 2, "broadcast": 0, "send": 0}.get(kind, 1)
+            passes = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}.get(kind)
             wire = row["payload"] * (passes * (size - 1) / size if passes else 1)
             assert row["wire"] == round(wire) == row["formula"]
 
@@ -963,9 +1477,9 @@ def check_held(lesson, path, size=4):
     """
     widths = {"": 4, " --dtype bf16": 2, " --dtype fp64": 8, " --optim sgd": 4, " --accum 3": 4}
     for flags, width in list(widths.items())[: None if size in (1, 4) else 2]:
-        shape = TINY.replace("--layers 2", "--layers 8")
+        shape = TINY if lesson.threads else TINY.replace("--layers 2", "--layers 8")
         result, weights = run(path, size, f"{shape} --batch 12 --steps 1{flags}{lesson.flags}")
-        assert set(result["held"]) == {"parameters", "gradients", "optimizer"}
+        assert set(result["held"]) == {"parameters", "gradients", "optimizer", *lesson.held}
         slack = lesson.slack(weights, width, size)
         for name, row in result["held"].items():
             more = row["measured"] - row["formula"]
@@ -989,7 +1503,7 @@ def check_one_gradient(path):
 
 
 def test_ddp_never_holds_a_second_flat_gradient():
-    check_one_gradient(LESSONS[1].path)
+    check_one_gradient(DDP)
 
 
 def live_bytes():
@@ -1043,7 +1557,7 @@ def check_wait(path):
 
 
 def test_ddp_waits_for_every_all_reduce():
-    check_wait(LESSONS[1].path)
+    check_wait(DDP)
 
 
 def order_of_events(path, bucket_mb):
@@ -1087,11 +1601,11 @@ def check_overlap(path):
 
 
 def test_ddp_launches_while_backward_still_computes():
-    check_overlap(LESSONS[1].path)
+    check_overlap(DDP)
 
 
 def test_first_bucket_is_small_and_buckets_double():
-    lesson = load(LESSONS[1].path)
+    lesson = load(DDP)
     params = [torch.zeros(2**16, requires_grad=True) for _ in range(200)]  # 0.25 MiB each
     sizes = [len(bucket.params) / 4 for bucket in lesson.fill_buckets(params, 25)]
     assert sizes == [1, 2, 4, 8, 16, 19]
@@ -1114,11 +1628,18 @@ def torchrun(size, *command, **options):
 def test_the_command_of_the_readme(lesson, tmp_path):
     size = lesson.worlds[-1]
     flags = f"{TINY} --batch 12 --json {tmp_path}/out.json --save {tmp_path}/out.pt --trace {tmp_path}/trace"
-    process = torchrun(size, f"{lesson.name}.py", *(flags + lesson.flags).split(), stdout=-1, stderr=-1)
+    command = [f"{lesson.name}.py", *(flags + lesson.flags).split()]
+    if lesson.threads:
+        command = [sys.executable, *command, lesson.threads, str(size)]
+        process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=-1, stderr=-1)
+    else:
+        process = torchrun(size, *command, stdout=-1, stderr=-1)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.splitlines()
-    assert lines[0].startswith(f"{lesson.name} | {size} ranks gloo/cpu | ")
+    who = f"{size} {lesson.threads.strip('-')} threads" if lesson.threads else f"{size} ranks gloo"
+    who = "1 rank gloo" if size == 1 else who
+    assert lines[0].startswith(f"{lesson.name} | {who}/cpu | ")
     assert (
         len(
             re.findall(
@@ -1130,11 +1651,13 @@ def test_the_command_of_the_readme(lesson, tmp_path):
         == 3
     )
     result = json.loads((tmp_path / "out.json").read_text())
-    assert set(result) == KEYS
+    assert set(result) == {*KEYS, *lesson.keys}
     assert len(result["losses"]) == 3 and len(result["step_ms"]) == 2
     plain = load(SINGLE).GPT
     assert "tokens.weight" in torch.load(tmp_path / "out.pt") and plain
-    assert len(list((tmp_path / "trace").glob(f"{lesson.name}-rank*.json"))) == size
+    assert len(list((tmp_path / "trace").glob(f"{lesson.name}-rank*.json"))) == (
+        1 if lesson.threads else size
+    )
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -1187,7 +1710,7 @@ def leave(path, flags, errors):
 def check_exit(path, tmp_path):
     context = multiprocessing.get_context("forkserver")
     process = context.Process(
-        target=leave, args=(path, f"{TINY} --batch 1".split(), str(tmp_path / "errors"))
+        target=leave, args=(path, f"{TINY} --batch 2".split(), str(tmp_path / "errors"))
     )
     process.start()
     process.join(20)
@@ -1223,7 +1746,7 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(lesson, tmp_path):
     check_refusals(lesson, lesson.path, [*BAD, *lesson.bad_flags], tmp_path)
 
 
-@every_parallel_lesson
+@every_lesson_of_ranks
 def test_bad_input_on_several_ranks_is_one_line_from_rank_0(lesson, tmp_path):
     start = time.monotonic()
     launch = ["--redirects=2", f"--log-dir={tmp_path}", f"{lesson.name}.py", "--batch", "7"]
@@ -1235,13 +1758,14 @@ def test_bad_input_on_several_ranks_is_one_line_from_rank_0(lesson, tmp_path):
     assert len(errors["0"]) == 1 and "--batch 7" in errors["0"][0] and errors["1"] == []
 
 
-def test_single_refuses_a_world_of_several(tmp_path):
-    process = torchrun(2, "single.py", stdout=-1, stderr=-1)
+@pytest.mark.parametrize("name", ["single", "dp_threads", "dp_async"])
+def test_a_lesson_of_one_process_refuses_a_world_of_several(name):
+    process = torchrun(2, f"{name}.py", stdout=-1, stderr=-1)
     _, report = process.communicate(timeout=60)
-    assert process.returncode != 0 and report.count("single.py: this is the loop of one process") == 1
+    assert process.returncode != 0 and len(re.findall(f"{name}.py: this is .* without torchrun", report)) == 1
 
 
-@every_parallel_lesson
+@every_lesson_of_ranks
 def test_a_killed_rank_ends_the_job_and_is_named(lesson):
     mark = f"MINIDIST_TEST={os.getpid()}-{time.monotonic()}"
     os.environ.update([mark.split("=")])
@@ -1330,6 +1854,15 @@ CHECKS = {
     "one gradient": lambda lesson, path, tmp_path: check_one_gradient(path),
     "overlap": lambda lesson, path, tmp_path: check_overlap(path),
     "exit": lambda lesson, path, tmp_path: check_exit(path, tmp_path),
+    "branchy": lambda lesson, path, tmp_path: check_branchy(path),
+    "meeting": lambda lesson, path, tmp_path: check_meeting(path),
+    "failing": lambda lesson, path, tmp_path: check_failing(path),
+    "device 0": lambda lesson, path, tmp_path: check_device_0(path),
+    "no push lost": lambda lesson, path, tmp_path: check_no_push_lost(path),
+    "staleness": lambda lesson, path, tmp_path: check_staleness(path),
+    "bound": lambda lesson, path, tmp_path: check_bound(path),
+    "straggler": lambda lesson, path, tmp_path: check_straggler(path),
+    "losing": lambda lesson, path, tmp_path: check_losing(path),
     "zero": lambda lesson, path, tmp_path: check_zero(path),
     "whole": lambda lesson, path, tmp_path: check_zero(path, Whole, 2),
     "twice": lambda lesson, path, tmp_path: check_zero(path, Twice, 2),
@@ -1434,6 +1967,89 @@ MUTANTS = [
     ("ddp", "overlap", "async_op=True", "async_op=False"),
     ("ddp", "overlap", "if p.requires_grad][::-1]", "if p.requires_grad]"),
     ("ddp", "refusals", "if config.batch % (ranks * config.accum):", "if False:"),
+]
+MUTANTS += [
+    ("dp_threads", "parity", "total.add_(gradient)", "total"),
+    ("dp_threads", "parity", "total.add_(gradient)", "total.add_(gradient, alpha=0.5)"),
+    (
+        "dp_threads",
+        "parity",
+        "mean_loss(dp(inputs), targets) / config.accum",
+        "mean_loss(dp(inputs), targets)",
+    ),
+    (
+        "dp_threads",
+        "parity",
+        "zip(whole.split([len(x) for x in rows]), rows)",
+        "zip([whole[: len(rows[0])]], rows)",
+    ),
+    ("dp_threads", "held", "        if self.number > 0:\n", "        if True:\n"),
+    ("dp_threads", "wire", "copies.get(p, p) for name", "p for name"),
+    ("dp_threads", "device 0", "        if self.number > 0:\n", "        if self.number > 9:\n"),
+    ("dp_threads", "held", "call.inputs = call.outputs = None", "pass"),
+    ("dp_threads", "branchy", "        self.replicas = None\n", "        self.dp.kept = self.replicas\n"),
+    (
+        "dp_threads",
+        "branchy",
+        "return leaf.requires_grad_(tensor.requires_grad)",
+        "return leaf.requires_grad_(leaf.is_floating_point())",
+    ),
+    ("dp_threads", "branchy", "copies.get(b, b) for name", "b.clone() for name"),
+    (
+        "dp_threads",
+        "branchy",
+        "torch.zeros_like(x) if x.grad is None",
+        "torch.ones_like(x) if x.grad is None",
+    ),
+    ("dp_threads", "branchy", "piece.detach().requires_grad_(x.requires_grad)", "piece.detach()"),
+    ("dp_threads", "branchy", "ctx.mark_non_differentiable(", "set("),
+    ("dp_threads", "meeting", "            if not self.parallel:\n", "            if True:\n"),
+    ("dp_threads", "meeting", "torch.autocast(kind, **mixed)", "nullcontext()"),
+    ("dp_threads", "meeting", "torch.set_grad_enabled(learning)", "nullcontext()"),
+    ("dp_threads", "failing", "        wait(futures)  # all", "        # all"),
+    ("dp_threads", "failing", "if future.exception():", "if False:"),
+    ("dp_threads", "failing", "if ctx.call.replicas is None:", "if False:"),
+    ("dp_threads", "failing", "if len(rows) != 1 or rows == {0}:", "if False:"),
+    ("dp_threads", "refusals", "if config.batch % (N * config.accum):", "if False:"),
+    ("dp_threads", "exit", "import torch.distributed.nn", "#"),
+    ("dp_async", "parity", " / self.pushes_per_update", ""),
+    ("dp_async", "parity", "self.max_norm or math.inf", "math.inf"),
+    ("dp_async", "parity", "                    param.grad = None\n", "                    pass\n"),
+    ("dp_async", "parity", "device, share, N)", "device, 0, N)"),
+    ("dp_async", "parity", "worker.module(*batch) / config.accum", "worker.module(*batch)"),
+    ("dp_async", "parity", "        self.module.zero_grad()\n", ""),
+    ("dp_async", "parity", "                own.copy_(param, non_blocking=True)\n", "                pass\n"),
+    ("dp_async", "parity", '{"bsp": 0,', '{"bsp": 1,'),
+    (
+        "dp_async",
+        "no push lost",
+        "            yield\n            self.turn.notify_all()\n",
+        "        yield\n        with self.turn:\n            self.turn.notify_all()\n",
+    ),
+    ("dp_async", "staleness", "self.version - self.pulled[worker]", "self.version - self.pulled[worker] - 1"),
+    (
+        "dp_async",
+        "staleness",
+        "self.pulled[worker] = self.version",
+        "self.pulled.setdefault(worker, self.version)",
+    ),
+    ("dp_async", "bound", "lead() <= ahead", "lead() <= ahead + 1"),
+    ("dp_async", "straggler", '"ssp": staleness}', '"ssp": staleness - 1}'),
+    ("dp_async", "straggler", '"asp": math.inf', '"asp": 5'),
+    (
+        "dp_async",
+        "straggler",
+        "            yield\n            self.turn.notify_all()\n",
+        "            yield\n",
+    ),
+    ("dp_async", "losing", "                self.open.appendleft(task)\n", "                pass\n"),
+    ("dp_async", "losing", "            del self.clocks[worker]\n", ""),
+    ("dp_async", "losing", "self.stopped = self.stopped or", "self.stopped = False and"),
+    ("dp_async", "losing", "    if tasks.open:\n", "    if False:\n"),
+    ("dp_async", "losing", "isinstance(error, Stopped)", "isinstance(error, int)"),
+    ("dp_async", "losing", "first(worker) or not self.taken", "first(worker) or True"),
+    ("dp_async", "refusals", "if config.batch % (N * config.accum):", "if False:"),
+    ("dp_async", "exit", "import torch.distributed.nn", "#"),
 ]
 SHARDED = [  # the same edit in zero1.py, zero2.py and zero3.py
     ("parity", "microloss = zero(*batch) / config.accum", "microloss = zero(*batch)"),

@@ -138,7 +138,9 @@ def set_up(config):
 def find_problems(config, device, text_bytes):
     """Yield what stands in the way of training, each in one line."""
     for name, value in vars(config).items():  # counts start at 1, other numbers at 0
-        least = {"seed": 0, "prefetch": 0, "vocab": 256}.get(name, 1 if type(value) is int else 0)
+        least = {"seed": 0, "prefetch": 0, "staleness": 0, "vocab": 256}.get(
+            name, 1 if type(value) is int else 0
+        )
         if type(value) in (int, float) and not value >= least:
             yield f"--{name.replace('_', '-')} {value}: must be {least} or more"
     if config.device == "cuda" != device.type:
@@ -182,8 +184,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+def mean_loss(logits, targets):
+    """Mean cross-entropy, fp32 at least, of logits (B, T, V) and targets (B, T)."""
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets.flatten())
+
+
 class GPT(nn.Module):
-    """Mean loss of inputs and targets, (B, T) each; the head's weight is the embedding's."""
+    """Logits (B, T, V) of inputs (B, T), or with targets their mean loss. The head is the embedding."""
 
     def __init__(self, config):
         super().__init__()
@@ -193,12 +201,12 @@ class GPT(nn.Module):
         for matrix in (p for p in self.parameters() if p.dim() == 2):
             nn.init.normal_(matrix, std=0.02)
 
-    def forward(self, inputs, targets):
+    def forward(self, inputs, targets=None):
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight).flatten(0, 1)  # (B T, V)
-        return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets.flatten())
+        logits = F.linear(self.norm(x), self.tokens.weight)  # (B, T, V)
+        return logits if targets is None else mean_loss(logits, targets)
 
 
 # ==== end of the toy model ====
@@ -543,23 +551,27 @@ RING |= {"alltoall": ("reduce-scatter", 1), "allgather": ("all-gather", 1), "bro
 class Ledger(TorchDispatchMode):
     """Prints the run. While on, it sees every operator: bytes alive, by name, and given to collectives."""
 
-    def __init__(self, lesson, config, device, model, gradients=None):
+    one, held, sent = "rank", "held per rank", "sent per rank and step (ring bytes)"
+    profile = torch.profiler.profile
+
+    def __init__(self, lesson, config, device, model, gradients=None, threads=0):
         super().__init__()
         self.gradients = gradients or (lambda: [p.grad for p in model.parameters()])
         self.config, self.clock = config, time.perf_counter()
         self.names, self.seen = WeakIdKeyDictionary(), Counter()
-        ranks, backend = dist.get_world_size(), dist.get_backend()
+        ranks, backend = (threads, "threads") if threads else (dist.get_world_size(), dist.get_backend())
         P = sum(p.numel() for p in model.parameters())
         self.result = {"lesson": lesson, "world_size": ranks, "backend": backend, "device": device.type}
         self.result |= {"dtype": config.dtype, "n_params": P, "losses": [], "grad_norms": [], "step_ms": []}
         self.say = print if dist.get_rank() == 0 else lambda line: None
-        share = f"{config.batch // ranks // config.accum} per rank x {config.accum} x {ranks} ranks"
+        who = f"{ranks} {self.one}{'s'[: ranks - 1]}"
+        share = f"{config.batch // ranks // config.accum} per {self.one} x {config.accum} x {who}"
         size = f"{P / 1e6:.2f} M parameters (P) | {config.dtype} | batch {config.batch} = {share}"
-        self.say(f"{lesson} | {ranks} ranks {backend}/{device.type} | {size}")
+        self.say(f"{lesson} | {who} {backend}/{device.type} | {size}")
         self.watch("parameters", [*model.parameters(), *model.buffers()])
         if config.trace:
             keep = torch.profiler.tensorboard_trace_handler(config.trace, f"{lesson}-rank{dist.get_rank()}")
-            self.profiler = torch.profiler.profile(on_trace_ready=keep)
+            self.profiler = self.profile(on_trace_ready=keep)
             self.profiler.start()
 
     def watch(self, name, tensors):
@@ -602,11 +614,11 @@ class Ledger(TorchDispatchMode):
         seen = functools.reduce(operator.or_, everyone)  # the larger of each two counts
         gpu = self.result["device"] == "cuda"
         self.result["peak_bytes"] = torch.cuda.max_memory_allocated() if gpu else seen["peak_bytes"]
-        heading = f"{'held per rank':<18}{'formula':<18}{'':>12}{'measured':>12}"
-        ring = "sent per rank and step (ring bytes)"
-        for part, rows, title in ("held", held, heading), ("sent", sent, ring):
+        heading = f"{self.held:<18}{'formula':<18}{'':>12}{'measured':>12}"
+        for part, rows, title in ("held", held, heading), ("sent", sent, self.sent):
             self.result[part], keys = {}, ("measured",) if rows is held else ("calls", "payload", "wire")
-            self.say(title)
+            if rows:
+                self.say(title)
             for name, (formula, size) in rows.items():
                 row = {key: round(seen[name, key]) for key in keys}
                 self.result[part][name] = row | {"formula": size}
