@@ -28,7 +28,30 @@ Run
     python dp_async.py --mode ssp --staleness 2 --workers 8 --size gpt2 --dtype bf16 --batch 64
 
 Expect
-@@EXPECT@@
+    dp_async | 4 workers threads/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 4 per worker x 1 x 4 workers
+    step  1/20 | loss 5.5011 | grad norm 6.705 | 591.4 ms | 1.7 k tok/s
+    ...
+    step 20/20 | loss 2.8864 | grad norm 0.946 | 73.3 ms | 14.0 k tok/s
+    held by each      formula                           measured
+      parameters      4P                     3.34 MB     3.34 MB
+      gradients       4P                     3.34 MB     3.34 MB
+      optimizer       8P                     6.67 MB     6.67 MB
+    through the server per step
+      pull            4NP                   13.35 MB    13.35 MB
+      push            4NP                   13.35 MB    13.35 MB
+    alive at once: server 13.61 MB, each other 12.81 MB at most
+    pushes: 80 sent, 80 applied in 80 updates
+    308.8 sequences/s; the workers waited for 13.6% of their time
+    staleness: updates between pull and push
+        0     10 #####################
+        1     19 #########################################
+        2     28 ############################################################
+        3     14 ##############################
+        4      3 ######
+        9      2 ####
+       10      1 ##
+       11      1 ##
+       13      2 ####
 
 Left out
     A server in a process of its own, shards of the weights on several servers, compressed pushes, buffers

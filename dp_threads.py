@@ -25,12 +25,27 @@ Run
     python dp_threads.py --replicas 8 --size gpt2 --dtype bf16 --batch 64
 
 Expect
-@@EXPECT@@
+    dp_threads | 4 replicas threads/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 4 per replica x 1 x 4 replicas
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 523.5 ms | 2.0 k tok/s
+    ...
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 51.8 ms | 19.8 k tok/s
+    held per device   formula                           measured
+      parameters      4P                     3.34 MB     3.34 MB
+      gradients       4P                     3.34 MB     3.34 MB
+      optimizer       8P                     6.67 MB     6.67 MB
+      outputs         4bTV(N+1)/N            1.31 MB     1.31 MB
+    through device 0 per step
+      scatter inputs  8BT(N-1)/N             0.01 MB     0.01 MB
+      replicate       4P(N-1)               10.01 MB    10.01 MB
+      gather outputs  4BTV(N-1)/N            0.79 MB     0.79 MB
+      scatter grads   4BTV(N-1)/N            0.79 MB     0.79 MB
+      reduce grads    4P(N-1)               10.01 MB    10.01 MB
+    alive at once: device 0 21.85 MB, each other 13.07 MB at most
 
 Left out
     Weights sent as one flat message, a tree in place of the star around device 0, the last replica's rows
     of outputs that are not tensors, double backward, sparse gradients.
-"""
+"""  # noqa: E501
 
 import argparse
 import copy
