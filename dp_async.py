@@ -365,9 +365,11 @@ HERE = threading.local()  # .device: whose thread this is; .exchange: what it is
 def exchange(name):
     """Within it this thread may fetch from other devices. A ledger and a trace call that `name`."""
     HERE.exchange = name
-    with torch.profiler.record_function(name):
-        yield
-    HERE.exchange = None
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        HERE.exchange = None
 
 
 class ThreadLedger(Ledger):

@@ -355,9 +355,11 @@ HERE = threading.local()  # .device: whose thread this is; .exchange: what it is
 def exchange(name):
     """Within it this thread may fetch from other devices. A ledger and a trace call that `name`."""
     HERE.exchange = name
-    with torch.profiler.record_function(name):
-        yield
-    HERE.exchange = None
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        HERE.exchange = None
 
 
 class ThreadLedger(Ledger):
@@ -603,11 +605,8 @@ class DP(nn.Module):
 
     def __init__(self, module, devices, threads=True):
         super().__init__()
-        self.module, self.devices, self.parallel = (
-            module,
-            [torch.device(device) for device in devices],
-            threads,
-        )
+        self.module, self.parallel = module, threads
+        self.devices = [torch.device(device) for device in devices]
         homes = {t.device for t in (*module.parameters(), *module.buffers())}
         if homes != {self.devices[0]}:
             raise ValueError(f"the module must be on {self.devices[0]}, not on {sorted(map(str, homes))}")
