@@ -1,10 +1,10 @@
-"""Asynchronous data parallelism: a parameter server, and workers that never wait for each other.
+"""Asynchronous data parallelism: a parameter server, and workers that need not wait for each other.
 
 Idea
     Each worker pulls the weights from the server, computes the gradient of its share of a batch and pushes
     it, again and again (Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 4.1). In `asp`
     the server applies a push when it comes: no worker waits, but by then others may have changed the weights
-    since the pull; their number is the push's staleness. In `ssp` a worker may be K pushes ahead of the
+    since the pull; their number is the push's staleness. In `ssp` a worker may begin K pushes ahead of the
     slowest (Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS
     2013, section 2). In `bsp` all wait for all and one update has the mean of N pushes, as on one device.
 
@@ -15,8 +15,8 @@ Holds
 Talks
     worker 0 | pull | forward, backward | push | pull | forward, backward | push | ...
     worker 1 | pull | forward, backward, but slowly      | push | pull | ...
-    server   | one at a time: copy the weights out, or clip a gradient and step
-    In bsp a pull waits until all have pushed; in ssp until no other is more than K pushes behind.
+    The server serves one at a time: a pull copies the weights out, a push clips its gradient and steps.
+    In bsp a worker begins when all have pushed; in ssp when no other is more than K pushes behind.
 
 Costs
     Through the server, per global batch: N pulls and N pushes of 4P bytes each. In asp and ssp N updates,
@@ -54,8 +54,9 @@ Expect
        13      2 ####
 
 Left out
-    A server in a process of its own, shards of the weights on several servers, compressed pushes, buffers
-    (each worker keeps its own), learning rates that shrink with staleness.
+    A server in a process of its own, shards of the weights on several servers, compressed pushes, several
+    shares between pull and push, learning rates that shrink with staleness. Buffers: each worker keeps its
+    own, --save has those of the start.
 """
 
 import argparse
@@ -158,8 +159,8 @@ def find_problems(config, device, text_bytes):
         least = {"seed": 0, "prefetch": 0, "staleness": 0, "vocab": 256}.get(
             name, 1 if type(value) is int else 0
         )
-        if type(value) in (int, float) and not value >= least:
-            yield f"--{name.replace('_', '-')} {value}: must be {least} or more"
+        if type(value) in (int, float) and not least <= value < 2**63:
+            yield f"--{name.replace('_', '-')} {value}: must be {least} or more, and below 2^63"
     if config.device == "cuda" != device.type:
         yield "--device cuda: no GPU is visible here; use --device cpu"
     if config.width % config.heads:
@@ -170,7 +171,8 @@ def find_problems(config, device, text_bytes):
         yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
     for path in filter(None, (config.save, config.json, config.trace)):
         writable = os.access(os.path.join(Path(path).parent, "."), os.W_OK)
-        if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
+        wrong_kind = os.path.isfile(path) if path == config.trace else os.path.isdir(path) or path[-1] == "/"
+        if dist.get_rank() == 0 and (wrong_kind or not writable):
             yield f"{path}: cannot be written; its parent folder must exist, and --trace alone is a folder"
 
 
@@ -272,7 +274,7 @@ class Ledger(TorchDispatchMode):
     """Prints the run. While on, it sees every operator: bytes alive, by name, and given to collectives."""
 
     one, held, sent = "rank", "held per rank", "sent per rank and step (ring bytes)"
-    profile = torch.profiler.profile
+    profile, data_parallel = torch.profiler.profile, True
 
     def __init__(self, lesson, config, device, model, gradients=None, threads=0):
         super().__init__()
@@ -286,6 +288,9 @@ class Ledger(TorchDispatchMode):
         self.say = print if dist.get_rank() == 0 else lambda line: None
         who = f"{ranks} {self.one}{'s'[: ranks - 1]}"
         share = f"{config.batch // ranks // config.accum} per {self.one} x {config.accum} x {who}"
+        share = (
+            share if self.data_parallel else f"{config.batch // config.accum} x {config.accum} microbatches"
+        )
         size = f"{P / 1e6:.2f} M parameters (P) | {config.dtype} | batch {config.batch} = {share}"
         self.say(f"{lesson} | {who} {backend}/{device.type} | {size}")
         self.watch("parameters", [*model.parameters(), *model.buffers()])
@@ -480,7 +485,10 @@ class Server:
         self.turn = threading.Condition()  # held by the one who pulls or pushes; told of every change
         self.clocks = dict.fromkeys(range(workers), 0)  # pushes of each worker that is still at work
         self.pulled, self.version, self.waiting, self.applied, self.stopped = {}, 0, 0, 0, False
-        self.staleness, self.lead, self.waited = Counter(), 0, 0.0
+        self.staleness, self.lead = Counter(), 0
+        self.since, self.waited = 0.0, 0.0  # seconds that workers waited since then
+        device = self.params[0].device  # its work is not to queue behind that of a worker on its device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def _turn_of(self, worker, ahead):
@@ -491,10 +499,21 @@ class Server:
             self.turn.wait_for(lambda: self.stopped or lead() <= ahead)
             if self.stopped:
                 raise Stopped
-            self.waited += time.perf_counter() - start
+            self.waited += time.perf_counter() - max(start, self.since)
             self.lead = max(self.lead, lead())
-            yield
+            workers_stream = self.stream and torch.cuda.current_stream()
+            with torch.cuda.stream(self.stream):  # of None: nothing
+                if self.stream:
+                    self.stream.wait_stream(workers_stream)
+                yield
+            if self.stream:
+                workers_stream.wait_stream(self.stream)
             self.turn.notify_all()
+
+    def admit(self, worker):
+        """Wait until the worker may begin; then take a task: not before, as who waits here may need it."""
+        with self._turn_of(worker, self.ahead):
+            pass
 
     @torch.no_grad()
     def pull(self, worker, copies):
@@ -508,9 +527,10 @@ class Server:
     def push(self, worker, gradients, then=lambda norm: None):
         """Apply the gradients (None: unused) of what the worker pulled last; in its turn call then(norm).
 
-        norm: of the update's gradient before clipping; None while the update waits for other pushes.
+        norm: of the update's gradient before clipping; None while the update waits for other pushes. After an
+        error in here nobody is served any more: an update may be half done.
         """
-        with self._turn_of(worker, math.inf), on("server"):
+        with self._turn_of(worker, math.inf), on("server"), self._fatal():
             with exchange("push"):
                 for param, gradient in zip(self.params, gradients):
                     if gradient is not None:
@@ -528,6 +548,15 @@ class Server:
                 self.version, self.applied = self.version + 1, self.applied + self.waiting
                 self.waiting = 0
             then(norm)
+
+    @contextmanager
+    def _fatal(self):
+        try:
+            yield
+        except BaseException:
+            self.stopped = True
+            self.turn.notify_all()
+            raise
 
     def leave(self, worker, error=None):
         """The worker takes no further part. In bsp an error stops the others: they cannot do without it."""
@@ -593,20 +622,29 @@ class Tasks:
 
 def work(worker, tasks, function):
     """In the worker's thread: function(worker, step, share) for one task after another. Returns its error."""
-    HERE.device, error = worker.name, None
-    while not error and (task := tasks.take(worker.number)):
-        try:
-            with torch.cuda.device(worker.device) if worker.device.type == "cuda" else nullcontext():
+    HERE.device, server, task = worker.name, worker.server, None
+    try:
+        with torch.cuda.device(worker.device) if worker.device.type == "cuda" else nullcontext():
+            torch.autograd.set_multithreading_enabled(
+                False
+            )  # backward in this thread, which the ledger knows
+            server.admit(worker.number)
+            while task := tasks.take(worker.number):
                 function(worker, *task)
-        except Exception as caught:
-            error = caught
+                tasks.give_back(task, done=True)
+                task = None
+                server.admit(worker.number)
+    except BaseException as error:
+        if task:
             error.add_note(f"in {worker.name}, step {task[0]}, share {task[1]}")
-        tasks.give_back(task, done=not error)
-    if error and worker.server.mode != "bsp":
-        print(f"{worker.name} failed, the others go on:", file=sys.stderr)
-        traceback.print_exception(error)
-    worker.server.leave(worker.number, error)
-    return error
+            tasks.give_back(task, done=False)
+        server.leave(worker.number, error)
+        if not server.stopped:
+            print(f"{worker.name} failed, the others go on:", file=sys.stderr)
+            traceback.print_exception(error)
+        return error
+    server.leave(worker.number)
+    return None
 
 
 def run_workers(workers, function, steps):
@@ -628,6 +666,7 @@ def run_workers(workers, function, steps):
     if tasks.open:
         n, error = next(iter(failed.items()))
         why = "bsp needs all workers" if mode == "bsp" else "no worker is left"
+        why = "an update may be half done" if mode != "bsp" and workers[0].server.stopped else why
         raise RuntimeError(f"worker {n} failed, and {why}: {error!r}") from error
     return failed
 
@@ -635,30 +674,36 @@ def run_workers(workers, function, steps):
 class ServerLedger(ThreadLedger):
     one, first_device = "worker", "server"
     held, sent = "held by each", "through the server per step"
-    landed, watched = (), 0
+
+    def __init__(self, server, *arguments):
+        self.server, self.landed, self.count, self.watched = server, [], 0, 0
+        super().__init__(*arguments)
 
     def land(self, step, loss, norm):
         """A push. N of them are a line: a batch in size, though its shares may be of several steps."""
-        N, self.landed = self.config.workers, (*self.landed, (loss, norm))
-        if len(self.landed) % N == 0:
-            losses, norms = zip(*self.landed[-N:])
+        N, self.count = self.config.workers, self.count + 1
+        self.landed.append((loss, norm))
+        if len(self.landed) == N:
+            losses, norms = zip(*self.landed)
             norms = torch.stack([norm for norm in norms if norm is not None])
-            self.log(len(self.landed) // N, torch.tensor(losses, dtype=torch.double).mean(), norms.mean())
-        self.watched += step == 1
-        if step == 1 and self.watched == N:  # from here on all run at full speed
-            self.before = time.perf_counter(), len(self.landed), self.server.waited
+            self.log(self.count // N, torch.tensor(losses, dtype=torch.double).mean(), norms.mean())
+            self.landed.clear()
+        if step == 1:
+            self.watched += 1
+            if self.watched == N:  # from here on none is slowed by the ledger
+                self.server.since, self.server.waited, self.before = time.perf_counter(), 0.0, self.count
 
     def add_outcome(self, workers, failed):
         """To the result: pushes, how stale they were, how fast they came after those of the first step."""
-        server, now = self.server, (time.perf_counter(), len(self.landed), self.server.waited)
-        seconds, pushes, waited = (after - before for after, before in zip(now, self.before))
+        server, pushes = self.server, self.count - self.before
+        seconds = time.perf_counter() - server.since
         self.result |= {
             "mode": server.mode,
             "pushes": {"sent": sum(worker.sent for worker in workers), "applied": server.applied},
             "updates": server.version,
             "staleness": dict(sorted(server.staleness.items())),
             "most_ahead": server.lead,
-            "waited": waited / seconds / len(workers),
+            "waited": server.waited / seconds / len(workers),
             "sequences_per_s": self.config.batch / len(workers) * pushes / seconds,
             "failed": {number: repr(error) for number, error in failed.items()},
         }
@@ -668,7 +713,8 @@ class ServerLedger(ThreadLedger):
         pushes, counts = result["pushes"], result["staleness"]
         self.say(f"pushes: {pushes['sent']} sent, {pushes['applied']} applied in {result['updates']} updates")
         speed = f"{result['sequences_per_s']:.1f} sequences/s"
-        self.say(f"{speed}; the workers waited for {result['waited']:.1%} of their time")
+        if self.count > self.before:
+            self.say(f"{speed}; the workers waited for {result['waited']:.1%} of their time")
         if result["mode"] == "ssp":
             bound = f", at most {(self.config.workers - 1) * (2 * self.config.staleness + 1)}"
         self.say(f"staleness: updates between pull and push{bound}")
@@ -682,7 +728,7 @@ def parse(arguments=None):
     parser = flags()
     parser.add_argument("--mode", default="bsp", choices=("bsp", "asp", "ssp"), help="who waits for whom")
     parser.add_argument("--workers", type=int, default=2, help="replicas that compute, a thread each")
-    parser.add_argument("--staleness", type=int, default=2, help="ssp: pushes that a worker may be ahead")
+    parser.add_argument("--staleness", type=int, default=2, help="ssp: pushes that a worker may begin ahead")
     parser.add_argument("--slow", action="append", default=[], help="R=F: worker R takes F times as long")
     return parser.parse_args(arguments)
 
@@ -698,10 +744,14 @@ def formulas(config, P):
 def slowness(config):
     """How many times as long each worker takes, as --slow has it."""
     N = config.workers
-    slow = dict(re.fullmatch(r"(\d+)=(\d+\.?\d*)|.*", each).groups() for each in config.slow)
-    if not all(number and int(number) < N and float(times) >= 1 for number, times in slow.items()):
-        refuse(f"--slow {' '.join(config.slow)}: must be R=F, worker R of 0 to {N - 1}, F times, 1 or more")
-    return [float(slow.get(str(number), 1)) for number in range(N)]
+    slow = [1.0] * N
+    for each in config.slow:
+        match = re.fullmatch(r"(\d+)=(\d+\.?\d*)", each)
+        number, times = match.groups() if match else (N, 0)
+        if not (int(number) < N and 1 <= float(times) <= 1000):
+            refuse(f"--slow {each}: must be R=F, a worker R of 0 to {N - 1} and F from 1 to 1000")
+        slow[int(number)] = float(times)
+    return slow
 
 
 def train(config):
@@ -720,8 +770,7 @@ def train(config):
     workers = [Worker(r, server, model, devices[r], slow[r]) for r in range(N)]
     owners = {"server": server} | {worker.name: worker for worker in workers}
     gradients = lambda: [p.grad for p in owners[HERE.device].params]  # noqa: E731
-    ledger = ServerLedger("dp_async", config, device, model, gradients, optimizer, N)
-    ledger.server = server
+    ledger = ServerLedger(server, "dp_async", config, device, model, gradients, optimizer, N)
     for worker in workers:
         with on(worker.name):
             ledger.watch("parameters", worker.params)

@@ -1,24 +1,29 @@
 """DataParallel: one process holds a replica of the model per device and runs them in threads.
 
 Idea
-    In every step the first device hands out a share of the batch and the newest weights to each of N
-    replicas, which compute at once; it gathers their outputs, computes the loss of the whole batch, hands out
-    that loss's gradients and sums up what the replicas' backward returns. So the script stays that of one
-    device (torch.nn.DataParallel; Li et al., PyTorch Distributed, arXiv 2006.15704, section 2.2).
+    In every step each of N replicas fetches the newest weights and its share of the batch from the first
+    device and computes, all at once; the first device gathers their outputs and has the loss of the whole
+    batch; the replicas fetch that loss's gradients, and what their backward returns is summed up on the first.
+    So the script stays that of one device (torch.nn.DataParallel; PyTorch Distributed, arXiv 2006.15704,
+    section 2.2).
 
 Holds
-    Every device: parameters 4P, gradients 4P bytes (in bf16 2P, 2P), from forward to the end of backward.
-    Device 0 beside that: AdamW 8P (12P), the outputs of the whole batch, their loss and its gradients.
+    Every device, from forward to the end of backward: parameters 4P, gradients 4P bytes (in bf16 2P, 2P) and
+    the activations of its share. Device 0 always, and beside that: AdamW 8P (12P), and while they are used the
+    outputs of the whole batch, their loss and its gradients; with accumulation also the sum of the gradients.
 
 Talks
-    device 0 | 1 scatter inputs    | forward | 3 gather  | loss | 4 scatter   | backward | 5 reduce  | clip,
-    device r | 2 replicate weights | forward |   outputs |      |   gradients | backward | gradients | step
-    All are copies between device 0 and each of the others; nothing hides under them.
+    device 0 | 1 inputs  | forward | 3 outputs | loss | 4 loss    | backward | 5 gradients | clip,
+             |     |     |         |     ^     |      |     |     |          |     ^       | step
+    device r | 2 weights | forward |     |     |      | gradients | backward |     |       |
+    Copies between device 0 and each other, one of the five after the other. (If the inputs have gradients,
+    these come back in a sixth.)
 
 Costs
-    Through device 0: inputs 8BT(N-1)/N, weights 4P(N-1), outputs and their gradients 4BTV(N-1)/N each,
-    gradients 4P(N-1) bytes per microbatch: it grows with N, where a rank of ddp.py sends 8P(N-1)/N at most.
-    One Python: its lock (GIL) lets one thread at a time launch operators; device 0 alone gathers and steps.
+    Through device 0, in each of k microbatches of b sequences of T, if the outputs are V numbers each:
+    inputs 8bT(N-1)/N, weights 4P(N-1), outputs and their gradients 4bTV(N-1)/N each, gradients 4P(N-1) bytes.
+    It grows with N, where a rank of ddp.py sends 8P(N-1)/N a step. One Python: its lock (GIL) lets one thread
+    at a time launch operators; and while device 0 gathers, sums, clips and steps, the others idle.
 
 Run
     python dp_threads.py --replicas 4
@@ -43,12 +48,12 @@ Expect
     alive at once: device 0 21.85 MB, each other 13.07 MB at most
 
 Left out
-    Weights sent as one flat message, a tree in place of the star around device 0, the last replica's rows
-    of outputs that are not tensors, double backward, sparse gradients.
+    Weights sent as one flat message, sums in a tree in place of a star around device 0, double backward,
+    saved-tensor hooks of the caller, pickling or copying a DP (copy dp.module), dropout that can be repeated
+    (replicas on one device draw from one generator, in any order).
 """  # noqa: E501
 
 import argparse
-import copy
 import functools
 import json
 import math
@@ -148,8 +153,8 @@ def find_problems(config, device, text_bytes):
         least = {"seed": 0, "prefetch": 0, "staleness": 0, "vocab": 256}.get(
             name, 1 if type(value) is int else 0
         )
-        if type(value) in (int, float) and not value >= least:
-            yield f"--{name.replace('_', '-')} {value}: must be {least} or more"
+        if type(value) in (int, float) and not least <= value < 2**63:
+            yield f"--{name.replace('_', '-')} {value}: must be {least} or more, and below 2^63"
     if config.device == "cuda" != device.type:
         yield "--device cuda: no GPU is visible here; use --device cpu"
     if config.width % config.heads:
@@ -160,7 +165,8 @@ def find_problems(config, device, text_bytes):
         yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
     for path in filter(None, (config.save, config.json, config.trace)):
         writable = os.access(os.path.join(Path(path).parent, "."), os.W_OK)
-        if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
+        wrong_kind = os.path.isfile(path) if path == config.trace else os.path.isdir(path) or path[-1] == "/"
+        if dist.get_rank() == 0 and (wrong_kind or not writable):
             yield f"{path}: cannot be written; its parent folder must exist, and --trace alone is a folder"
 
 
@@ -262,7 +268,7 @@ class Ledger(TorchDispatchMode):
     """Prints the run. While on, it sees every operator: bytes alive, by name, and given to collectives."""
 
     one, held, sent = "rank", "held per rank", "sent per rank and step (ring bytes)"
-    profile = torch.profiler.profile
+    profile, data_parallel = torch.profiler.profile, True
 
     def __init__(self, lesson, config, device, model, gradients=None, threads=0):
         super().__init__()
@@ -276,6 +282,9 @@ class Ledger(TorchDispatchMode):
         self.say = print if dist.get_rank() == 0 else lambda line: None
         who = f"{ranks} {self.one}{'s'[: ranks - 1]}"
         share = f"{config.batch // ranks // config.accum} per {self.one} x {config.accum} x {who}"
+        share = (
+            share if self.data_parallel else f"{config.batch // config.accum} x {config.accum} microbatches"
+        )
         size = f"{P / 1e6:.2f} M parameters (P) | {config.dtype} | batch {config.batch} = {share}"
         self.say(f"{lesson} | {who} {backend}/{device.type} | {size}")
         self.watch("parameters", [*model.parameters(), *model.buffers()])
@@ -459,6 +468,10 @@ def scatter(leaves, count):
 def gather(pieces, device):
     """One tensor on the device: the pieces one after another along dim 0, numbers () as rows."""
     rows = [x.detach().reshape(x.shape or (1,)) for x in pieces]
+    if len({(x.shape[1:], x.dtype) for x in rows}) > 1:
+        raise ValueError(
+            f"outputs of replicas must differ in dim 0 only, not {[tuple(x.shape) for x in pieces]}"
+        )
     whole = rows[0].new_empty(sum(map(len, rows)), *rows[0].shape[1:], device=device)
     for part, piece in zip(whole.split([len(x) for x in rows]), rows):
         part.copy_(piece, non_blocking=True)
@@ -478,10 +491,14 @@ def reduce(copies, device):
 
 def copy_modules(module, copies):
     """The tree of modules once more, with copies[t] for each parameter or buffer t, and all else shared."""
-    twin = copy.copy(module)
+    twin = module.__new__(type(module))
+    twin.__dict__ = module.__dict__.copy()
     twin._parameters = {name: copies.get(p, p) for name, p in module._parameters.items()}
     twin._buffers = {name: copies.get(b, b) for name, b in module._buffers.items()}
-    twin._modules = {name: child and copy_modules(child, copies) for name, child in module._modules.items()}
+    children = module._modules.items()
+    twin._modules = {
+        name: child if child is None else copy_modules(child, copies) for name, child in children
+    }
     return twin
 
 
@@ -493,9 +510,7 @@ class Replica:
 
     def _fetch(self, tensor):
         """A leaf on this device with the tensor's values: a copy, or on the first device a view."""
-        leaf = tensor.detach()
-        if self.number > 0:
-            leaf = leaf.to(self.device, copy=True, non_blocking=True)
+        leaf = tensor.detach().to(self.device, copy=self.number > 0, non_blocking=True)
         return leaf.requires_grad_(tensor.requires_grad)
 
     def forward(self, module, inputs, spec):
@@ -536,7 +551,12 @@ class Call:
         self.replicas = [Replica(r, self.dp.devices[r]) for r in range(len(shares))]
         self.dp.replicas.update(self.replicas)
         tasks = [(r.forward, self.dp.module, share, self.spec) for r, share in zip(self.replicas, shares)]
-        outputs = zip(*self.dp.in_threads(tasks, self.learning))  # of each output, what every replica has
+        outputs = self.dp.in_threads(tasks, self.learning)
+        if len({str(replica.spec) for replica in self.replicas}) > 1:
+            raise ValueError(
+                f"outputs of replicas must have one structure, not {[r.spec for r in self.replicas]}"
+            )
+        outputs = zip(*outputs)  # of each output, what every replica has
         with exchange("gather outputs"):
             self.outputs = [gather(x, self.dp.devices[0]) if is_tensor(x[0]) else x[0] for x in outputs]
         return tuple(filter(is_tensor, self.outputs))
@@ -547,24 +567,26 @@ class Call:
 
     def backward(self, gradients):
         """Gradients of the inputs and parameters that learn, from those of the outputs; each may be None."""
-        shares = [[] for _ in self.replicas]
+        replicas, self.replicas = self.replicas, None
+        if replicas is None:
+            raise RuntimeError("backward() went through this call of DP before, and freed what it needs")
+        shares = [[] for _ in replicas]
         for i, gradient in enumerate(gradients):
-            shapes = [replica.shapes[i] for replica in self.replicas]
+            shapes = [replica.shapes[i] for replica in replicas]
             rows = [math.prod(shape[:1]) for shape in shapes]
             pieces = [None] * len(rows) if gradient is None else gradient.split(rows)
             for share, piece, shape in zip(shares, pieces, shapes):
                 share.append(piece if piece is None else piece.reshape(shape))
-        self.dp.in_threads([(r.backward, share) for r, share in zip(self.replicas, shares)], True)
+        self.dp.in_threads([(r.backward, share) for r, share in zip(replicas, shares)], True)
         first, answers = self.dp.devices[0], []
         with exchange("gather input grads"):
             for i in self.learned:
-                pieces = [replica.inputs[i] for replica in self.replicas]
+                pieces = [replica.inputs[i] for replica in replicas]
                 used = any(x.grad is not None for x in pieces)
                 pieces = [torch.zeros_like(x) if x.grad is None else x.grad for x in pieces]
                 answers.append(gather(pieces, first) if used else None)
         with exchange("reduce grads"):
-            answers += [reduce([replica.copies[p] for replica in self.replicas], first) for p in self.params]
-        self.replicas = None
+            answers += [reduce([replica.copies[p] for replica in replicas], first) for p in self.params]
         return answers
 
 
@@ -581,8 +603,6 @@ class Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        if ctx.call.replicas is None:
-            raise RuntimeError("backward() went through this call of DP before, and freed what it needs")
         return None, *ctx.call.backward(gradients)
 
 
@@ -594,22 +614,25 @@ def start_thread(device, cores):
 class DP(nn.Module):
     """Computes `module` by replicas of it on several devices, each with a share of the batch and a thread.
 
-    module: any, with its tensors on devices[0]; it must reach its parameters by their registered names. What
-    forward() assigns to attributes is lost, but buffers that it changes in place keep what the first replica
-    did. devices: one per replica; two may be the same. threads: False runs the replicas one after the other.
+    module: with its tensors on devices[0]. Its forward must find parameters by their registered names and not
+    change its inputs. What it assigns to attributes is lost; buffers that it changes in place keep what the
+    first replica did. devices: one per replica; several may be the same. threads: False runs the replicas one
+    after the other.
 
     Called with tensors (B, ...), which are split along dim 0, and anything else, which goes to all. Returns
-    what the module does, with tensors (B, ...) whole on devices[0] and numbers () as (N,). An error in a
-    replica is raised here, when no replica runs any more. (torch.nn.DataParallel; arXiv 2006.15704, 2.2)
+    what the module does, with tensors (B, ...) whole on devices[0] and numbers () as (N,), one per replica;
+    other outputs are the first replica's. Where one loss is wanted, compute it from what comes back: a mean
+    of the replicas' means is not that of the batch if their shares differ. An error in a replica is raised
+    here, when no replica runs any more. (torch.nn.DataParallel; arXiv 2006.15704, section 2.2)
     """
 
     def __init__(self, module, devices, threads=True):
         super().__init__()
         self.module, self.parallel = module, threads
-        self.devices = [torch.device(device) for device in devices]
-        homes = {t.device for t in (*module.parameters(), *module.buffers())}
-        if homes != {self.devices[0]}:
-            raise ValueError(f"the module must be on {self.devices[0]}, not on {sorted(map(str, homes))}")
+        self.devices = [torch.empty(0, device=device).device for device in devices]
+        elsewhere = {t.device for t in (*module.parameters(), *module.buffers())} - {self.devices[0]}
+        if elsewhere:
+            raise ValueError(f"the module must be on {self.devices[0]}, not on {sorted(map(str, elsewhere))}")
         cores = max(1, torch.get_num_threads() // len(devices)) if threads else torch.get_num_threads()
         names = [f"device {r}" for r in range(len(devices))]
         self.threads = [ThreadPoolExecutor(1, name, start_thread, (name, cores)) for name in names]
@@ -633,25 +656,33 @@ class DP(nn.Module):
         kind, modes = self.devices[0].type, _get_current_dispatch_mode_stack()
         mixed = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
-        def run(device, function, *arguments):
-            with ExitStack() as stack:  # a thread starts without the modes of its caller
+        def run(stream, function, *arguments):
+            with ExitStack() as stack:  # a thread starts without the modes and streams of its caller
                 for mode in modes:
                     stack.enter_context(mode)
-                stack.enter_context(torch.cuda.device(device) if kind == "cuda" else nullcontext())
+                stack.enter_context(torch.cuda.stream(stream))  # of None: nothing
                 stack.enter_context(torch.autocast(kind, **mixed))
                 stack.enter_context(torch.set_grad_enabled(learning))
+                # All of its backward in this thread: the device's own one may be waiting for it.
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 return function(*arguments)
 
         futures = []
         for thread, device, task in zip(self.threads, self.devices, tasks):
-            futures.append(thread.submit(run, device, *task))
+            stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+            futures.append(thread.submit(run, stream, *task))
             if not self.parallel:
                 wait(futures)
         wait(futures)  # all, so that none still runs when the caller hears of an error
-        for r, future in enumerate(futures):
-            if future.exception():
-                future.exception().add_note(f"in replica {r} of {len(self.devices)}, on {self.devices[r]}")
-        return [future.result() for future in futures]
+        try:
+            for r, future in enumerate(futures):
+                if future.exception():
+                    future.exception().add_note(
+                        f"in replica {r} of {len(self.devices)}, on {self.devices[r]}"
+                    )
+            return [future.result() for future in futures]
+        finally:
+            del futures  # or an error would hold them, and they it, with all that its replicas had
 
 
 def parse(arguments=None):

@@ -119,21 +119,21 @@ LESSONS = [
         sent=threads_sent,
         keys=("peak_bytes_of_devices",),
         held=("outputs",),
-        max_lines=750,
+        max_lines=770,
     ),
     Lesson(
         "dp_async",
         threads="--workers",
         bad_flags=(
             *("--workers 0", "--workers 3", "--mode any", "--staleness -1"),
-            *("--slow 2=4", "--slow 1", "--slow 0=0.5", "--slow 0=x"),
+            *("--slow 2=4", "--slow 1", "--slow 0=0.5", "--slow 0=x", "--slow 01=0", "--slow 0=99999999"),
         ),
         sent=async_sent,
         keys=(
             *("peak_bytes_of_devices", "mode", "pushes", "updates", "staleness", "most_ahead"),
             *("waited", "sequences_per_s", "failed"),
         ),
-        max_lines=750,
+        max_lines=770,
     ),
     Lesson(
         "ddp",
@@ -289,7 +289,7 @@ def apart(one, other):
 
 BLOCKS = [
     ("# ==== toy model: the same lines in every lesson ====\n", "# ==== end of the toy model ====\n", 150),
-    ("# ==== ledger: the same lines in every lesson ====\n", "# ==== end of the ledger ====\n", 93),
+    ("# ==== ledger: the same lines in every lesson ====\n", "# ==== end of the ledger ====\n", 96),
 ]
 
 
@@ -363,10 +363,16 @@ def test_losses_norms_and_weights_are_single_pys(lesson, size, accum, optim):
     check_parity(lesson.path, lesson.flags, size, accum, optim)
 
 
-@pytest.mark.parametrize("flags", ["--bucket-mb 0", "--no-overlap", "--no-overlap --bucket-mb 0", "--clip 0"])
+@every_parallel_lesson
+def test_nothing_is_clipped_without_a_limit(lesson):
+    common = f"{TINY} --batch 12 --dtype fp64 --optim sgd --clip 0"
+    assert apart(run(lesson.path, 2, common + lesson.flags)[1], run(SINGLE, 1, common)[1]) <= 1e-9
+
+
+@pytest.mark.parametrize("flags", ["--bucket-mb 0", "--no-overlap", "--no-overlap --bucket-mb 0"])
 def test_ddp_comes_to_the_same_weights_with_each_idea_turned_off(flags):
     common = f"{TINY} --batch 36 --dtype fp64 --lr 0.01 --accum 3"
-    _, weights = run(SINGLE, 1, common + (" --clip 0" if "clip" in flags else ""))
+    _, weights = run(SINGLE, 1, common)
     assert apart(run(DDP, 3, f"{common} {flags}")[1], weights) <= 1e-9
 
 
@@ -749,7 +755,8 @@ class Meeting(nn.Module):
 
     def forward(self, x):
         self.forwards.wait()
-        self.modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), x.data_ptr()))
+        mixed = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        self.modes.append((torch.is_grad_enabled(), mixed))
         y = x * self.weight
         if y.requires_grad:
             y.register_hook(lambda gradient: (self.backwards.wait(), None)[1])
@@ -765,10 +772,32 @@ def meet(path, threads=True):
     outputs.sum().backward()
     with torch.no_grad():
         dp(torch.ones(6, 3))
-    return [mode[:2] for mode in modes], dp.module.weight.grad.tolist()
+    return modes, dp.module.weight.grad.tolist()
+
+
+class Sequence(nn.Module):
+    """Notes the largest number of replicas that were in it at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.most = [], []
+
+    def forward(self, x):
+        self.inside.append(1)
+        time.sleep(0.05)
+        self.most.append(len(self.inside))
+        self.inside.pop()
+        return x
+
+
+def one_after_the_other(path):
+    module = Sequence()
+    load(path).DP(module, ["cpu"] * 3, threads=False)(torch.ones(6))
+    return max(module.most)
 
 
 def check_meeting(path):
+    assert world(1).run(one_after_the_other, path)[0] == 1
     modes, gradient = world(1).run(meet, path, timeout=20)[0]
     assert modes == [(True, True)] * 3 + [(False, False)] * 3 and gradient == [6] * 3
 
@@ -776,6 +805,60 @@ def check_meeting(path):
 def test_dp_threads_runs_all_replicas_at_once_in_the_callers_modes():
     check_meeting(THREADS)
     assert world(1).run(meet, THREADS, False)[0][1] == [6] * 3
+
+
+class Uneven(nn.Module):
+    """Outputs of which one replica's has no gradient, an input that is not used, one that is a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.empty = nn.Parameter(torch.ones(2)), nn.ModuleList([nn.Identity()])
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        self.register_module("none", None)
+
+    def forward(self, x, unused, number):
+        y = x * number * (self.weight if x[0, 0] > 0 else 1)
+        return y, self.norm(x).sum(), {"shape": (len(x), x.requires_grad)}
+
+
+def serve_uneven(path):
+    lesson, module = load(path), Uneven()
+    x, unused = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-5.0, 6.0]]), torch.ones(3, requires_grad=True)
+    number = torch.tensor(2.0, requires_grad=True)
+    y, sums, more = lesson.DP(module, ["cpu", "cpu"])(x, unused, number)
+    assert more == {"shape": (2, False)} and sums.shape == (2,)
+    (gradient,) = torch.autograd.grad((y * y).sum(), module.weight, retain_graph=False, create_graph=True)
+    assert gradient.tolist() == [2 * 4 * (1 + 9), 2 * 4 * (4 + 16)]
+    double = raised(gradient.sum().backward)
+    y, sums, _ = lesson.DP(module, ["cpu", "cpu"])(x, unused, number)
+    (y.sum() + sums.sum()).backward()
+    assert unused.grad is None and module.norm.parametrizations.weight.original1.grad is not None
+    lesson.DP(nn.ReLU(), ["cpu"])(x)
+    buffer = nn.Identity()
+    buffer.register_buffer("far", torch.ones(2, device="meta"))
+    shapes = raised(lambda: lesson.DP(Growing(), ["cpu", "cpu"])(x))
+    kinds = raised(lambda: lesson.DP(Growing(), ["cpu", "cpu"])(x.double()))
+    return number.grad.item(), [double, raised(lambda: lesson.DP(buffer, ["cpu"])), shapes, kinds]
+
+
+class Growing(nn.Module):
+    """Returns what cannot be put together."""
+
+    def forward(self, x):
+        return torch.ones(1, len(x)) if x.dtype == torch.float else [x] * len(x)
+
+
+def check_uneven(path):
+    number, says = world(1).run(serve_uneven, path)[0]
+    assert number == 1 + 2 + 3 + 4 - 5 + 6
+    for words, text in zip(
+        ("once_differentiable", "must be on cpu", "dim 0 only", "one structure"), says, strict=True
+    ):
+        assert words in text, says
+
+
+def test_dp_threads_serves_replicas_that_differ():
+    check_uneven(THREADS)
 
 
 class Failing(nn.Module):
@@ -961,6 +1044,7 @@ def check_bound(path, seeds=(0,)):
                 f"a worker began {max(said_lead, lead)} pushes ahead, not {K}"
             )
             assert max(stale, said_stale) <= 3 * (2 * K + 1), f"a push was {stale} updates stale"
+            assert said_lead >= min(K, 1), "nobody was ever ahead"
     assert world(1).run(race, path, "asp", 0, 0, timeout=20)[0][3] > 3, "without a bound it would be exceeded"
 
 
@@ -1058,12 +1142,124 @@ def test_asp_with_one_worker_is_single_py():
     assert apart(weights, expected) <= 1e-12 and apart(result["losses"], plain["losses"]) <= 1e-12
 
 
-def test_a_straggler_pays_for_itself(tmp_path):
-    speed = {}
-    for mode in ("bsp", "asp"):
-        result, _ = run(ASYNC, 2, f"{TINY} --batch 4 --steps 40 --mode {mode} --slow 1=8")
-        speed[mode] = result["sequences_per_s"]
-    assert speed["asp"] > 2 * speed["bsp"]
+def be_slow(path):
+    """On a rank: seconds that a straggler's pushes take, when a gradient takes 0.1 s; the first is not slowed."""
+    lesson, seconds = load(path), []
+    server, _ = alone_with_server(lesson, 1, "asp")
+    worker = lesson.Worker(0, server, nn.Linear(1, 1, bias=False), torch.device("cpu"), 3.0)
+    for _ in range(2):
+        worker.pull()
+        time.sleep(0.1)
+        start = time.perf_counter()
+        worker.push()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def check_slow(path):
+    first, second = world(1).run(be_slow, path)[0]
+    assert first < 0.1 and 0.2 <= second < 0.3
+
+
+def test_a_straggler_takes_as_many_times_as_long():
+    check_slow(ASYNC)
+
+
+def end_together(path, staleness):
+    """On a rank: short runs of many workers, which must all find out that nothing is left to do."""
+    lesson = load(path)
+
+    def task(worker, step, share):
+        worker.pull()
+        time.sleep(1e-4 * worker.number)
+        worker.params[0].grad = torch.full((1, 1), -1.0)
+        worker.push()
+        if (worker.number, step) == (2, 1):
+            time.sleep(1e-3)
+
+    for steps in [1, 2, 3] * 15:
+        server, workers = alone_with_server(lesson, 6, "ssp", staleness)
+        lesson.run_workers(workers, task, steps)
+        assert server.applied == 6 * steps
+    return server.lead
+
+
+def check_end(path):
+    assert world(1).run(end_together, path, 0, timeout=20)[0] == 0
+    assert world(1).run(end_together, path, 1, timeout=20)[0] <= 1
+
+
+def test_ssp_ends_whoever_gets_the_last_share():
+    check_end(ASYNC)
+
+
+def unusual(path):
+    """On a rank: how far one worker's asp ends from plain AdamW, with frozen, tied and unused parameters."""
+    lesson = load(path)
+    torch.manual_seed(0)
+    module = Odd()
+    oracle = copy.deepcopy(module)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02, weight_decay=0.3) for m in (module, oracle)]
+    server = lesson.Server(module, optimizers[0], 1)
+    worker = lesson.Worker(0, server, module, torch.device("cpu"))
+    for which in "abba":
+        x = torch.randn(4, 5).double()
+        worker.pull()
+        worker.module(x, which).backward()
+        worker.push()
+        oracle(x, which).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    return apart(module.state_dict(), oracle.state_dict())
+
+
+def check_unusual(path):
+    assert world(1).run(unusual, path)[0] < 1e-6
+
+
+def test_dp_async_serves_any_module():
+    check_unusual(ASYNC)
+
+
+def break_server(path, where):
+    """On a rank: what run_workers() says when an update fails in the server, or a worker is told to exit."""
+    lesson, count = load(path), []
+    server, workers = alone_with_server(lesson, 3, "asp")
+
+    def task(worker, step, share):
+        worker.pull()
+        worker.params[0].grad = torch.full((1, 1), -1.0)
+        count.append(1)
+        if where == "exit" and worker.number == 1:
+            raise SystemExit(3)
+        worker.push(lambda norm: {}[0] if where == "then" and len(count) > 6 else None)
+
+    step = server.optimizer.step
+    if where == "step":
+        server.optimizer.step = lambda: step() if len(count) < 6 else {}[0]
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return {
+                n: repr(error) for n, error in lesson.run_workers(workers, task, 5).items()
+            }, server.applied
+        except RuntimeError as error:
+            return str(error), server.applied
+
+
+def check_broken(path):
+    for where in ("step", "then"):
+        assert "half done" in world(1).run(break_server, path, where, timeout=10)[0][0]
+    assert world(1).run(break_server, path, "exit", timeout=10)[0] == ({1: "SystemExit(3)"}, 15)
+
+
+def test_an_error_in_the_server_ends_the_run():
+    check_broken(ASYNC)
+
+
+def test_all_of_dp_asyncs_figures_are_of_the_run():
+    result, _ = run(ASYNC, 3, f"{TINY} --batch 12 --steps 40 --mode asp")
+    assert 0.4 < result["sequences_per_s"] / (12 * 39 / sum(result["step_ms"]) * 1e3) < 2
+    assert 0 < result["waited"] < 1
 
 
 BLOCK_OF_THREADS = ("# ==== ledger of threads: the same lines", "# ==== end of the ledger of threads ====\n")
@@ -1676,6 +1872,8 @@ BAD = [
     "--lr nan",
     "--clip -1",
     "--seed -1",
+    "--seed 99999999999999999999",
+    "--lr inf",
     "--dtype fp8",
     "--device cuda",
     "--data /no/such/file",
@@ -1683,6 +1881,8 @@ BAD = [
     "--data {tmp}",
     "--save /no/such/folder/file",
     "--save {tmp}",
+    "--save {tmp}/new/",
+    f"--trace {TEXT}",
     "--json /no/such/folder/file",
     "--trace /no/such/folder/traces/",
     "--no-such-flag",
@@ -1857,10 +2057,15 @@ CHECKS = {
     "branchy": lambda lesson, path, tmp_path: check_branchy(path),
     "meeting": lambda lesson, path, tmp_path: check_meeting(path),
     "failing": lambda lesson, path, tmp_path: check_failing(path),
+    "uneven": lambda lesson, path, tmp_path: check_uneven(path),
     "device 0": lambda lesson, path, tmp_path: check_device_0(path),
     "no push lost": lambda lesson, path, tmp_path: check_no_push_lost(path),
     "staleness": lambda lesson, path, tmp_path: check_staleness(path),
     "bound": lambda lesson, path, tmp_path: check_bound(path),
+    "slow": lambda lesson, path, tmp_path: check_slow(path),
+    "end": lambda lesson, path, tmp_path: check_end(path),
+    "unusual": lambda lesson, path, tmp_path: check_unusual(path),
+    "broken": lambda lesson, path, tmp_path: check_broken(path),
     "straggler": lambda lesson, path, tmp_path: check_straggler(path),
     "losing": lambda lesson, path, tmp_path: check_losing(path),
     "zero": lambda lesson, path, tmp_path: check_zero(path),
@@ -2010,6 +2215,17 @@ MUTANTS += [
     ("dp_threads", "failing", "if future.exception():", "if False:"),
     ("dp_threads", "failing", "if ctx.call.replicas is None:", "if False:"),
     ("dp_threads", "failing", "if len(rows) != 1 or rows == {0}:", "if False:"),
+    ("dp_threads", "failing", "on {self.devices[r]}", "on {self.devices[0]} or so"),
+    ("dp_threads", "meeting", "torch.get_autocast_dtype(kind)", "torch.float16"),
+    ("dp_threads", "meeting", "            if not self.parallel:\n", "            if False:\n"),
+    ("dp_threads", "uneven", "not any(replica.roots", "not all(replica.roots"),
+    ("dp_threads", "uneven", "    @once_differentiable\n", ""),
+    ("dp_threads", "uneven", "if not is_tensor(x) or not x.dim():", "if not is_tensor(x):"),
+    ("dp_threads", "uneven", "gather(pieces, first) if used else None", "gather(pieces, first)"),
+    ("dp_threads", "uneven", "is_tensor(x[0]) else x[0] for", "is_tensor(x[0]) else x[-1] for"),
+    ("dp_threads", "uneven", "(*module.parameters(), *module.buffers())} - {", "module.parameters()} - {"),
+    ("dp_threads", "uneven", "child if child is None else copy_modules", "child and copy_modules"),
+    ("dp_threads", "uneven", "if len({(x.shape[1:], x.dtype) for x in rows}) > 1:", "if False:"),
     ("dp_threads", "refusals", "if config.batch % (N * config.accum):", "if False:"),
     ("dp_threads", "exit", "import torch.distributed.nn", "#"),
     ("dp_async", "parity", " / self.pushes_per_update", ""),
@@ -2047,6 +2263,19 @@ MUTANTS += [
     ("dp_async", "losing", "self.stopped = self.stopped or", "self.stopped = False and"),
     ("dp_async", "losing", "    if tasks.open:\n", "    if False:\n"),
     ("dp_async", "losing", "isinstance(error, Stopped)", "isinstance(error, int)"),
+    ("dp_async", "slow", "(self.slow - 1) * (", "self.slow * ("),
+    ("dp_async", "slow", "        if self.sent:\n", "        if True:\n"),
+    ("dp_async", "end", "                server.admit(worker.number)\n", ""),
+    ("dp_async", "unusual", "if gradient is not None:", "if True:"),
+    (
+        "dp_async",
+        "unusual",
+        "[p for p in module.parameters() if p.requires_grad]",
+        "list(module.parameters())",
+    ),
+    ("dp_async", "broken", 'on("server"), self._fatal():', 'on("server"):'),
+    ("dp_async", "broken", "except BaseException as error:", "except Exception as error:"),
+    ("dp_async", "bound", "self.lead = max(self.lead, lead())", "pass"),
     ("dp_async", "losing", "first(worker) or not self.taken", "first(worker) or True"),
     ("dp_async", "refusals", "if config.batch % (N * config.accum):", "if False:"),
     ("dp_async", "exit", "import torch.distributed.nn", "#"),

@@ -138,8 +138,8 @@ def find_problems(config, device, text_bytes):
         least = {"seed": 0, "prefetch": 0, "staleness": 0, "vocab": 256}.get(
             name, 1 if type(value) is int else 0
         )
-        if type(value) in (int, float) and not value >= least:
-            yield f"--{name.replace('_', '-')} {value}: must be {least} or more"
+        if type(value) in (int, float) and not least <= value < 2**63:
+            yield f"--{name.replace('_', '-')} {value}: must be {least} or more, and below 2^63"
     if config.device == "cuda" != device.type:
         yield "--device cuda: no GPU is visible here; use --device cpu"
     if config.width % config.heads:
@@ -150,7 +150,8 @@ def find_problems(config, device, text_bytes):
         yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
     for path in filter(None, (config.save, config.json, config.trace)):
         writable = os.access(os.path.join(Path(path).parent, "."), os.W_OK)
-        if dist.get_rank() == 0 and (not writable or (os.path.isdir(path) and path != config.trace)):
+        wrong_kind = os.path.isfile(path) if path == config.trace else os.path.isdir(path) or path[-1] == "/"
+        if dist.get_rank() == 0 and (wrong_kind or not writable):
             yield f"{path}: cannot be written; its parent folder must exist, and --trace alone is a folder"
 
 
@@ -464,7 +465,7 @@ class Ledger(TorchDispatchMode):
     """Prints the run. While on, it sees every operator: bytes alive, by name, and given to collectives."""
 
     one, held, sent = "rank", "held per rank", "sent per rank and step (ring bytes)"
-    profile = torch.profiler.profile
+    profile, data_parallel = torch.profiler.profile, True
 
     def __init__(self, lesson, config, device, model, gradients=None, threads=0):
         super().__init__()
@@ -478,6 +479,9 @@ class Ledger(TorchDispatchMode):
         self.say = print if dist.get_rank() == 0 else lambda line: None
         who = f"{ranks} {self.one}{'s'[: ranks - 1]}"
         share = f"{config.batch // ranks // config.accum} per {self.one} x {config.accum} x {who}"
+        share = (
+            share if self.data_parallel else f"{config.batch // config.accum} x {config.accum} microbatches"
+        )
         size = f"{P / 1e6:.2f} M parameters (P) | {config.dtype} | batch {config.batch} = {share}"
         self.say(f"{lesson} | {who} {backend}/{device.type} | {size}")
         self.watch("parameters", [*model.parameters(), *model.buffers()])

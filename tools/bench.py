@@ -4,10 +4,16 @@
     python tools/bench.py zero3 --hosts 2 --rate 1gbit --size small     (Linux and root: see tools/hosts.sh)
     python tools/bench.py zero3 --also="--prefetch 0" --also=--keep     (what each idea buys)
     python tools/bench.py ddp --ranks 1 --size small                    (its own cost, beside the plain loop)
+    python tools/bench.py dp_threads --ranks 2 --size small             (threads beside processes)
+    python tools/bench.py dp_async --ranks 4 --also="--mode asp" --slow 0=4
 
 First a few steps of each, which must end in equal weights. Then rounds: in each, every contender runs --steps
 steps, and each round starts with another one. A line shows the median time of a step, and the ratio of the
 lesson's time to it: its median, least and greatest over the rounds. DeepSpeed takes part if it is installed.
+
+dp_threads and dp_async are one process, so they and their contenders are run as commands, each once a
+round, for --steps (20) steps. A run's time is the median of its steps, so its start is left out. Fresh loss
+is that of the saved weights on batches that no run has seen.
 
 Other flags are the lessons': --size, --batch, --accum, --dtype, --device, --clip, --prefetch ...
 """
@@ -16,10 +22,13 @@ import argparse
 import importlib
 import json
 import logging
+import math
 import os
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import nullcontext
@@ -222,27 +231,100 @@ def main(lesson, bench, flags):
     dist.destroy_process_group()
 
 
+THREADS = {"dp_threads": "--replicas", "dp_async": "--workers"}
+FRESH = range(10**6, 10**6 + 8)  # steps whose batches no run has seen
+
+
+def launcher(ranks):
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+
+
+def commands(bench, flags):
+    """{name: command} of what is run in turn: the lesson, other flags of it, other lessons."""
+    script = lambda name: [sys.executable, str(ROOT / f"{name}.py")]  # noqa: E731
+    alone = [*script(bench.lesson), THREADS[bench.lesson], str(bench.ranks), *flags]
+    entries = {f"{bench.lesson}.py": alone}
+    entries |= {f"{bench.lesson}.py {more}": [*alone, *shlex.split(more)] for more in bench.also}
+    if bench.lesson == "dp_threads":
+        entries["dp_threads.py --no-threads"] = [*alone, "--no-threads"]
+        entries["ddp.py"] = [*launcher(bench.ranks), str(ROOT / "ddp.py"), *flags]
+        entries["single.py"] = [*script("single"), *flags]
+    else:  # as many updates as asp makes, each from as many sequences, and none of them stale
+        config, known = importlib.import_module("single").flags().parse_known_args(flags)
+        plain = [flag for flag in flags if flag not in known]
+        fewer = ["--batch", str(config.batch // bench.ranks), "--steps", str(config.steps * bench.ranks)]
+        entries["single.py " + " ".join(fewer)] = [*script("single"), *plain, *fewer]
+    return entries
+
+
+def fresh_loss(weights, flags):
+    """Mean loss of saved weights on batches of steps that were not trained on."""
+    lesson = importlib.import_module("single")
+    parser = lesson.flags()
+    config, _ = parser.parse_known_args(flags)
+    device, text = lesson.set_up(config)
+    model = lesson.GPT(config).to(device)
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        batches = [next(lesson.microbatches(config, text, step, device)) for step in FRESH]
+        return statistics.mean(model(*batch).item() for batch in batches)
+
+
+def main_of_commands(bench, flags):
+    """The table of a lesson that is one process. The weights are compared first, but for asp and ssp."""
+    entries, runs, first = commands(bench, flags), {}, None
+    for turn in range(bench.rounds):
+        for i in range(len(entries)):
+            name = list(entries)[(turn + i) % len(entries)]
+            with tempfile.TemporaryDirectory() as folder:
+                files = ["--json", f"{folder}/out.json", "--save", f"{folder}/out.pt"]
+                subprocess.run([*entries[name], *files], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+                result = json.loads(Path(f"{folder}/out.json").read_text())
+                weights = torch.load(f"{folder}/out.pt")
+            first = first or weights
+            apart = max((weights[key].double() - first[key].double()).abs().max().item() for key in weights)
+            if bench.lesson == "dp_threads" and not apart < 10 * TOLERANCE[result["dtype"]]:
+                sys.exit(f"{name} ended {apart:.1e} from the first: its time would mean nothing")
+            ms = statistics.median(result["step_ms"])
+            speed = result.get("sequences_per_s", math.nan)
+            runs.setdefault(name, []).append((ms, speed, fresh_loss(weights, flags)))
+    if bench.lesson == "dp_threads":
+        print("in all runs all weights were equal at the end")
+    ratio = f"{bench.lesson}.py / this"
+    heading = f"{'ms/step':>10}{ratio:>22}{'least':>8}{'most':>7}{'sequences/s':>13}{'fresh loss':>12}"
+    print(f"{'torch ' + torch.__version__:<40}{heading}")
+    for name in entries:
+        ratios = [a[0] / b[0] for a, b in zip(runs[f"{bench.lesson}.py"], runs[name])]
+        ms, speed, loss = map(statistics.median, zip(*runs[name]))
+        numbers = f"{ms:>10.1f}{statistics.median(ratios):>22.3f}{min(ratios):>8.3f}{max(ratios):>7.3f}"
+        print(f"  {name:<38}{numbers}{speed:>13.1f}{loss:>12.4f}".replace("nan", "   "))
+
+
 def parse():
     """(what is for this tool, what is for the lesson)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("lesson", choices=["ddp", "zero1", "zero2", "zero3"])
+    parser.add_argument("lesson", choices=[*THREADS, "ddp", "zero1", "zero2", "zero3"])
     parser.add_argument("--ranks", type=int, default=2, help="processes (on one host)")
     parser.add_argument("--hosts", type=int, default=1, help="hosts of one rank each, in network namespaces")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, in tc's words")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
     parser.add_argument("--also", action="append", default=[], help="the lesson once more, with these flags")
     bench, flags = parser.parse_known_args()
-    return bench, flags if "--steps" in flags else [*flags, "--steps", "3"]
+    steps = "20" if bench.lesson in THREADS else "3"
+    return bench, flags if "--steps" in flags else [*flags, "--steps", steps]
 
 
 if __name__ == "__main__":
     bench, flags = parse()
-    if "RANK" in os.environ:
+    if bench.lesson in THREADS:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        main_of_commands(bench, flags)
+    elif "RANK" in os.environ:
         main(importlib.import_module(bench.lesson), bench, flags)
     else:  # start again, on all ranks
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={bench.ranks}"]
+        start = launcher(bench.ranks)
         if bench.hosts > 1:
-            launcher = [str(ROOT / "tools" / "hosts.sh"), str(bench.hosts), bench.rate, "--"]
+            start = [str(ROOT / "tools" / "hosts.sh"), str(bench.hosts), bench.rate, "--"]
             os.environ["PYTHON"] = sys.executable
-        os.execv(launcher[0], [*launcher, os.path.abspath(__file__), *sys.argv[1:]])
+        os.execv(start[0], [*start, os.path.abspath(__file__), *sys.argv[1:]])
