@@ -673,10 +673,9 @@ class DP(nn.Module):
             futures.append(thread.submit(run, stream, *task))
             if not self.parallel:
                 wait(futures)
-        wait(futures)  # all, so that none still runs when the caller hears of an error
         try:
             for r, future in enumerate(futures):
-                if future.exception():
+                if future.exception():  # waits for each: none still runs when the caller hears of an error
                     future.exception().add_note(
                         f"in replica {r} of {len(self.devices)}, on {self.devices[r]}"
                     )

@@ -119,7 +119,7 @@ LESSONS = [
         sent=threads_sent,
         keys=("peak_bytes_of_devices",),
         held=("outputs",),
-        max_lines=770,
+        max_lines=800,
     ),
     Lesson(
         "dp_async",
@@ -133,7 +133,7 @@ LESSONS = [
             *("peak_bytes_of_devices", "mode", "pushes", "updates", "staleness", "most_ahead"),
             *("waited", "sequences_per_s", "failed"),
         ),
-        max_lines=770,
+        max_lines=800,
     ),
     Lesson(
         "ddp",
@@ -807,18 +807,24 @@ def test_dp_threads_runs_all_replicas_at_once_in_the_callers_modes():
     assert world(1).run(meet, THREADS, False)[0][1] == [6] * 3
 
 
+class Hollow(nn.Linear):
+    def __len__(self):
+        return 0
+
+
 class Uneven(nn.Module):
     """Outputs of which one replica's has no gradient, an input that is not used, one that is a number."""
 
     def __init__(self):
         super().__init__()
-        self.weight, self.empty = nn.Parameter(torch.ones(2)), nn.ModuleList([nn.Identity()])
+        self.weight, self.hollow, self.places = nn.Parameter(torch.ones(2)), Hollow(2, 2), []
         self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
         self.register_module("none", None)
 
     def forward(self, x, unused, number):
-        y = x * number * (self.weight if x[0, 0] > 0 else 1)
-        return y, self.norm(x).sum(), {"shape": (len(x), x.requires_grad)}
+        self.places.append(self.hollow.weight.data_ptr())
+        y = x * self.weight if x[0, 0] > 0 else x + 0
+        return y, (x * number).sum() + self.norm(x).sum(), {"shape": (len(x), x.requires_grad)}
 
 
 def serve_uneven(path):
@@ -828,7 +834,7 @@ def serve_uneven(path):
     y, sums, more = lesson.DP(module, ["cpu", "cpu"])(x, unused, number)
     assert more == {"shape": (2, False)} and sums.shape == (2,)
     (gradient,) = torch.autograd.grad((y * y).sum(), module.weight, retain_graph=False, create_graph=True)
-    assert gradient.tolist() == [2 * 4 * (1 + 9), 2 * 4 * (4 + 16)]
+    assert gradient.tolist() == [2 * (1 + 9), 2 * (4 + 16)] and len(set(module.places)) == 2
     double = raised(gradient.sum().backward)
     y, sums, _ = lesson.DP(module, ["cpu", "cpu"])(x, unused, number)
     (y.sum() + sums.sum()).backward()
@@ -1143,7 +1149,7 @@ def test_asp_with_one_worker_is_single_py():
 
 
 def be_slow(path):
-    """On a rank: seconds that a straggler's pushes take, when a gradient takes 0.1 s; the first is not slowed."""
+    """On a rank: seconds that its pushes take, when a gradient takes 0.1 s. The first is not slowed."""
     lesson, seconds = load(path), []
     server, _ = alone_with_server(lesson, 1, "asp")
     worker = lesson.Worker(0, server, nn.Linear(1, 1, bias=False), torch.device("cpu"), 3.0)
@@ -2188,11 +2194,11 @@ MUTANTS += [
         "zip(whole.split([len(x) for x in rows]), rows)",
         "zip([whole[: len(rows[0])]], rows)",
     ),
-    ("dp_threads", "held", "        if self.number > 0:\n", "        if True:\n"),
+    ("dp_threads", "held", "copy=self.number > 0", "copy=True"),
     ("dp_threads", "wire", "copies.get(p, p) for name", "p for name"),
-    ("dp_threads", "device 0", "        if self.number > 0:\n", "        if self.number > 9:\n"),
+    ("dp_threads", "wire", "copy=self.number > 0", "copy=False"),
     ("dp_threads", "held", "call.inputs = call.outputs = None", "pass"),
-    ("dp_threads", "branchy", "        self.replicas = None\n", "        self.dp.kept = self.replicas\n"),
+    ("dp_threads", "branchy", "replicas, self.replicas = self.replicas, None", "replicas = self.replicas"),
     (
         "dp_threads",
         "branchy",
@@ -2211,11 +2217,15 @@ MUTANTS += [
     ("dp_threads", "meeting", "            if not self.parallel:\n", "            if True:\n"),
     ("dp_threads", "meeting", "torch.autocast(kind, **mixed)", "nullcontext()"),
     ("dp_threads", "meeting", "torch.set_grad_enabled(learning)", "nullcontext()"),
-    ("dp_threads", "failing", "        wait(futures)  # all", "        # all"),
-    ("dp_threads", "failing", "if future.exception():", "if False:"),
-    ("dp_threads", "failing", "if ctx.call.replicas is None:", "if False:"),
+    (
+        "dp_threads",
+        "failing",
+        "                if future.exception():  # waits",
+        "                if r and future.done() and future.exception():  # waits",
+    ),
+    ("dp_threads", "failing", "if future.exception():  # waits", "if False:  # waits"),
+    ("dp_threads", "failing", "        if replicas is None:", "        if False:"),
     ("dp_threads", "failing", "if len(rows) != 1 or rows == {0}:", "if False:"),
-    ("dp_threads", "failing", "on {self.devices[r]}", "on {self.devices[0]} or so"),
     ("dp_threads", "meeting", "torch.get_autocast_dtype(kind)", "torch.float16"),
     ("dp_threads", "meeting", "            if not self.parallel:\n", "            if False:\n"),
     ("dp_threads", "uneven", "not any(replica.roots", "not all(replica.roots"),
@@ -2239,8 +2249,9 @@ MUTANTS += [
     (
         "dp_async",
         "no push lost",
-        "            yield\n            self.turn.notify_all()\n",
-        "        yield\n        with self.turn:\n            self.turn.notify_all()\n",
+        "                yield\n            if self.stream:\n",
+        "                self.turn.release()\n                yield\n                self.turn.acquire()\n"
+        "            if self.stream:\n",
     ),
     ("dp_async", "staleness", "self.version - self.pulled[worker]", "self.version - self.pulled[worker] - 1"),
     (
@@ -2255,8 +2266,8 @@ MUTANTS += [
     (
         "dp_async",
         "straggler",
-        "            yield\n            self.turn.notify_all()\n",
-        "            yield\n",
+        "wait_stream(self.stream)\n            self.turn.notify_all()\n",
+        "wait_stream(self.stream)\n",
     ),
     ("dp_async", "losing", "                self.open.appendleft(task)\n", "                pass\n"),
     ("dp_async", "losing", "            del self.clocks[worker]\n", ""),
