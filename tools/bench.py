@@ -4,6 +4,7 @@
     python tools/bench.py zero3 --hosts 2 --rate 1gbit --size small     (Linux and root: see tools/hosts.sh)
     python tools/bench.py zero3 --also="--prefetch 0" --also=--keep     (what each idea buys)
     python tools/bench.py ddp --ranks 1 --size small                    (its own cost, beside the plain loop)
+    python tools/bench.py pipeline --ranks 2 --size small --accum 8     (each schedule beside torch's)
     python tools/bench.py dp_threads --ranks 2 --size small             (threads beside processes)
     python tools/bench.py dp_async --ranks 4 --also="--mode asp" --slow 0=4
 
@@ -37,6 +38,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -111,6 +113,48 @@ class DeepSpeed(Contender):
     def weights(self):
         with self.gathered() if "3" in self.name else nullcontext():
             return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+
+class Pipelined(Contender):
+    """pipeline.py's own, or a schedule of torch.distributed.pipelining on the same stages."""
+
+    def __init__(self, name, lesson, config, device, peer=None):
+        self.name, self.times, self.peer = name, [], peer
+        self.model = new_model(lesson, config, device)
+        layers = [lesson.Embed(self.model), *self.model.blocks, lesson.Head(self.model)]
+        n_stages, rank = dist.get_world_size() * config.chunks, dist.get_rank()
+        ends = lesson.split_layers(lesson.layer_costs(layers, None, "params"), n_stages)
+        schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum, config.chunks)
+        self.pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule)
+        self.pipe.device = device
+        params, options = self.pipe.parameters(), {"lr": config.lr, "fused": True}
+        self.optimizer = lesson.Optimizer(params, lesson.OPTIMIZERS[config.optim], **options)
+        self.weights = lambda: self.pipe.gather(self.optimizer.state_dict_of(self.model)) or {}
+        if peer:
+            stages = [
+                pipelining.PipelineStage(stage, int(number), n_stages, device)
+                for number, stage in self.pipe.stages.items()
+            ]
+            stages = stages if config.chunks > 1 else stages[0]
+            self.runner = getattr(pipelining, peer)(stages, config.accum, loss_fn=lesson.mean_loss)
+            self.first, self.last = rank == 0, rank == dist.get_world_size() - 1
+
+    def step(self, batches, config):
+        inputs, targets = zip(*batches)
+        if self.peer:
+            whole = (torch.cat(inputs),) if self.first else ()
+            self.runner.step(*whole, **({"target": torch.cat(targets), "losses": []} if self.last else {}))
+            for param, tie in self.pipe.tied:
+                dist.all_reduce(param.grad, group=tie)
+        else:
+            self.pipe.step(inputs, targets)
+        self.pipe.clip_grad_norm_(config.clip)
+        self.optimizer.step()
+        self.model.zero_grad()
+
+
+# {schedule of pipeline.py: that of torch.distributed.pipelining}
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 
 
 def finish():
@@ -196,13 +240,23 @@ def main(lesson, bench, flags):
     device, text = lesson.set_up(config)
     torch.set_num_threads(1)
     say = print if dist.get_rank() == 0 else lambda *line, **how: None
-    batches = list(lesson.microbatches(config, text, 1, device, dist.get_rank(), dist.get_world_size()))
-    first = ours(lesson, f"{bench.lesson}.py", config, device)
-    entries = [first, *peers(lesson, first, config, device)]
+    share = (0, 1) if bench.lesson == "pipeline" else (dist.get_rank(), dist.get_world_size())
+    batches = list(lesson.microbatches(config, text, 1, device, *share))
+    if bench.lesson == "pipeline":
+        first = Pipelined(f"pipeline.py {config.schedule}", lesson, config, device)
+        peer = SCHEDULES.get(config.schedule)
+        entries = [first]
+        if peer:
+            entries.append(Pipelined(f"torch {peer}", lesson, config, device, peer))
+    else:
+        first = ours(lesson, f"{bench.lesson}.py", config, device)
+        entries = [first, *peers(lesson, first, config, device)]
     for more in bench.also:
         other = lesson.parse([*flags, *shlex.split(more)])
         lesson.set_up(other)
-        entries.append(ours(lesson, f"{bench.lesson}.py {more}", other, device))
+        name = f"{bench.lesson}.py {more}"
+        make = Pipelined if bench.lesson == "pipeline" else lambda name, *rest: ours(rest[0], name, *rest[1:])
+        entries.append(make(name, lesson, other, device))
     for entry in entries:
         for _ in range(3):
             entry.step(batches, config)
@@ -303,7 +357,7 @@ def main_of_commands(bench, flags):
 def parse():
     """(what is for this tool, what is for the lesson)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("lesson", choices=[*THREADS, "ddp", "zero1", "zero2", "zero3"])
+    parser.add_argument("lesson", choices=[*THREADS, "ddp", "zero1", "zero2", "zero3", "pipeline"])
     parser.add_argument("--ranks", type=int, default=2, help="processes (on one host)")
     parser.add_argument("--hosts", type=int, default=1, help="hosts of one rank each, in network namespaces")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, in tc's words")
