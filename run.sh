@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-LESSONS=(dp_threads dp_async ddp zero1 zero2 zero3) # in reading order, after single.py; a new lesson is one more word here
+LESSONS=(dp_threads dp_async ddp zero1 zero2 zero3 pipeline) # in reading order, after single.py; a new lesson is one more word here
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
@@ -32,7 +32,7 @@ found() { # Python code that fails unless these packages can be imported; findin
 case "${1:-}" in
 test)
     shift
-    set_up requirements-dev.txt "$(found torch numpy pytest)"
+    set_up requirements-dev.txt "$(found torch numpy pytest hypothesis)"
     exec "$python" -m pytest "$@"
     ;;
 lint)

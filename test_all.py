@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -29,11 +30,14 @@ from contextlib import nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 ROOT = Path(__file__).resolve().parent
@@ -110,6 +114,16 @@ def async_sent(weights, width, ranks, accum):
     return {"pull": each, "push": each}
 
 
+def pipeline_sent(weights, width, ranks, accum):
+    """Bytes that the busiest rank sends to its neighbours and gives to all-reduces: tied weight, two sums."""
+    neighbours = min(ranks - 1, 2)
+    tied = weights["tokens.weight"].numel() if ranks > 1 else 0
+    return {
+        "send": neighbours * 36 * 16 * weights["norm.bias"].numel() * width,
+        "all-reduce": width * tied + 16,
+    }
+
+
 LESSONS = [
     Lesson("single", worlds=(1,)),
     Lesson(
@@ -149,6 +163,16 @@ LESSONS = [
         sent=lambda *model: zero_sent(3, *model),
         slack=zero_slack,
         max_lines=720,
+    ),
+    Lesson(
+        "pipeline",
+        bad_flags=(
+            *("--schedule interleaved", "--chunks 2", "--chunks 0", "--schedule any"),
+            *("--layers 1 --schedule interleaved --chunks 4", "--balance size"),
+        ),
+        sent=pipeline_sent,
+        keys=("schedule", "ranks", "latency_ms", "idle", "op_ms", "timeline"),
+        max_lines=1050,
     ),
 ]
 SINGLE, THREADS, ASYNC, DDP = (
@@ -1651,6 +1675,309 @@ def test_zero_says_what_was_done_wrong(lesson):
     check_zero_misuse(lesson.path)
 
 
+# ---- pipeline.py: schedules, the split backward, messages ----
+
+PIPELINE = str(ROOT / "pipeline.py")
+CHUNKED = {"interleaved": " --chunks 2"}
+
+
+def check_schedule(lesson, name, p, m, v):
+    """Every action once, on its rank, after what it needs; no more in flight than the schedule promises."""
+    schedule = lesson.build_schedule(name, p, m, v)
+    ops = "FBW" if name.startswith("zb") else "FB"
+    everything = {(op, stage, k) for op in ops for stage in range(p * v) for k in range(m)}
+    assert sorted(map(tuple, itertools.chain(*schedule))) == sorted(everything)
+    assert all(action.stage % p == rank for rank, actions in enumerate(schedule) for action in actions)
+    assert raised(lambda: lesson.play(schedule, lambda action: 1.0)) == "no error"
+    for i, actions in enumerate(schedule):
+        most = {
+            "naive": 1,
+            "gpipe": m,
+            "1f1b": min(m, p - i),
+            "interleaved": min(m * v, 2 * (p - i - 1) + (v - 1) * p + 1),
+            "zb-h1": min(m, p),
+            "zb-h2": min(m, 2 * p - 1),
+        }[name]
+        assert lesson.in_flight(actions) <= most
+        if name in ("naive", "gpipe", "1f1b"):
+            assert lesson.in_flight(actions) == most
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+    name=st.sampled_from(["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]),
+    p=st.integers(1, 16),
+    m=st.integers(1, 64),
+    v=st.integers(2, 4),
+)
+def test_schedules_are_complete_and_hold_no_more_than_they_promise(name, p, m, v):
+    v = v if name == "interleaved" else 1
+    m = -(-m // p) * p if name == "interleaved" else m
+    check_schedule(load(PIPELINE), name, p, m, v)
+
+
+def check_schedules(path):
+    for p, m in (4, 12), (8, 24), (3, 3):
+        for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"):
+            check_schedule(load(path), name, p, m, 2 if name == "interleaved" else 1)
+
+
+PUBLISHED = [  # of 8 stages (arXiv 2401.10241)
+    (24, 18.522, 18.086, 9.337, 0.601, {"1f1b": "0.2431", "zb-h1": "0.1585", "zb-h2": "0.1083"}),
+    (32, 18.513, 18.086, 9.331, 0.626, {"1f1b": "0.1985", "zb-h1": "0.1242", "zb-h2": "0.0837"}),
+    (64, 18.546, 18.097, 9.321, 0.762, {"1f1b": "0.1240", "zb-h1": "0.0674", "zb-h2": "0.0444"}),
+]
+
+
+def check_published(path):
+    lesson = load(path)
+    for m, t_f, t_b, t_w, t_comm, rates in PUBLISHED:
+        for name, rate in rates.items():
+            schedule = lesson.build_schedule(name, 8, m)
+            assert f"{lesson.bubble_rate(schedule, t_f, t_b, t_w, t_comm):.4f}" == rate
+
+
+def test_bubble_rates_are_the_published_ones_to_every_digit():
+    check_published(PIPELINE)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(p=st.integers(1, 8), rounds=st.integers(2, 4), v=st.integers(2, 3), t=st.floats(0.5, 2))
+def test_bubbles_have_their_closed_forms(p, rounds, v, t):
+    lesson, m = load(PIPELINE), rounds * p
+    for name in ("naive", "gpipe", "1f1b", "interleaved"):
+        chunks = v if name == "interleaved" else 1
+        schedule = lesson.build_schedule(name, p, m, chunks)
+        expected = lesson.closed_form(name, p, m, chunks, 1.0, t, t / 2)
+        assert lesson.bubble_rate(schedule, 1.0, t, t / 2) == pytest.approx(expected, abs=1e-9)
+    idle = {"naive": m * (p - 1), "gpipe": p - 1, "1f1b": p - 1, "interleaved": (p - 1) / v}
+    for name, units in idle.items():  # of a microbatch's 1 + 1 + 1 on a rank: (p-1)/m of the ideal, and so on
+        assert lesson.closed_form(name, p, m, v, 1, 1, 1) == pytest.approx(units / (units + m))
+    for name, units in {"zb-h1": (p - 1) / 3, "zb-h2": 0}.items():
+        schedule = lesson.build_schedule(name, p, m)
+        assert lesson.bubble_rate(schedule, 1, 1, 1) == pytest.approx(units / (units + m), abs=1e-9)
+        assert lesson.closed_form(name, p, m, 1, 1, 1, 1) == pytest.approx(units / (units + m))
+
+
+def test_a_schedule_that_cannot_be_says_so():
+    lesson = load(PIPELINE)
+    assert "multiple of 3" in raised(lambda: lesson.build_schedule("interleaved", 3, 4, 2))
+    assert "2 or more chunks" in raised(lambda: lesson.build_schedule("interleaved", 3, 3))
+    assert "must be 1" in raised(lambda: lesson.build_schedule("1f1b", 3, 3, 2))
+    F, B = (lesson.Action(op, 0, 0) for op in "FB")
+    assert "no rank can go on" in raised(lambda: lesson.play([[B, F]], lambda action: 1))
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=8), data=st.data())
+def test_layers_are_split_as_evenly_as_can_be(costs, data):
+    count = data.draw(st.integers(1, len(costs)))
+    ends = load(PIPELINE).split_layers(costs, count)
+    worst = lambda ends: max(sum(costs[a:b]) for a, b in zip([0, *ends], ends))  # noqa: E731
+    options = itertools.combinations(range(1, len(costs)), count - 1)
+    assert ends[-1] == len(costs) and [0, *ends] == sorted({0, *ends})
+    assert worst(ends) == min(worst([*option, len(costs)]) for option in options)
+
+
+def check_pipeline(path, schedule, size, accum):
+    """As check_parity; and exactly the activations of the microbatches in flight."""
+    common = f"{TINY} --layers 6 --batch 36 --dtype fp64 --clip 0.5 --lr 0.01 --accum {accum}"
+    plain, weights = run(SINGLE, 1, common)
+    result, own = run(path, size, f"{common} --schedule {schedule}{CHUNKED.get(schedule, '')}")
+    assert apart(result["losses"], plain["losses"]) <= 1e-10
+    assert apart(result["grad_norms"], plain["grad_norms"]) <= 1e-10
+    assert apart(own, weights) <= 1e-9
+    for row in result["ranks"]:
+        assert row["activations"] <= row["bound"] * 1.001
+        assert schedule.startswith("zb") or row["activations"] >= row["bound"] * 0.999
+    assert all(row["wire"] == row["formula"] for row in result["sent"].values())
+
+
+@pytest.mark.parametrize("accum", [1, 4, 6])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
+def test_every_schedule_comes_to_single_pys_numbers(schedule, size, accum):
+    if schedule == "interleaved" and accum % size:
+        pytest.skip("needs a multiple")
+    check_pipeline(PIPELINE, schedule, size, accum)
+
+
+class Layers(nn.Module):
+    """What a split backward meets: the three functions in all forms, and parameters used otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.padded = nn.Embedding(9, 6), nn.Embedding(9, 6, padding_idx=0)
+        self.linear, self.norm, self.bare = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False)
+        self.frozen, self.plain = (
+            nn.Linear(6, 6).requires_grad_(False),
+            nn.LayerNorm(6, elementwise_affine=False),
+        )
+        self.gain, self.fixed = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
+        self.fixed.weight.requires_grad_(False)
+        self.linear.bias.requires_grad_(False)
+        self.double()
+
+    def forward(self, tokens, x):
+        x = self.norm(self.linear(x) + self.embed(tokens) + self.padded(tokens)) * self.gain
+        x = self.fixed(self.plain(self.frozen(self.bare(F.gelu(x)))))
+        q = x.unflatten(-1, (2, 3)).transpose(1, 2)
+        x = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return F.linear(self.norm(x), self.embed.weight).logsumexp(-1).mean() + self.linear(x[0, 0]).sum()
+
+
+def check_split(path):
+    lesson = load(path)
+    torch.manual_seed(0)
+    module, tokens = Layers(), torch.randint(9, (2, 5))
+    x = torch.randn(2, 5, 6, dtype=torch.double, requires_grad=True)
+    module(tokens, x).backward()
+    expected, of_x = {name: p.grad for name, p in module.named_parameters()}, x.grad
+    module.zero_grad()
+    x.grad = None
+    split = lesson.SplitBackward()
+    with split:
+        loss = module(tokens, x)
+    loss.backward()
+    assert (x.grad - of_x).abs().max() < 1e-12
+    assert (
+        module.bare.weight.grad is None
+        and module.norm.weight.grad is None
+        and module.embed.weight.grad is None
+    )
+    split.weights()
+    for name, p in module.named_parameters():
+        assert (p.grad is None) == (expected[name] is None), name
+        assert p.grad is None or (p.grad - expected[name]).abs().max() < 1e-12, name
+    assert not split.later
+
+
+def test_a_backward_in_two_halves_is_a_backward():
+    check_split(PIPELINE)
+
+
+def messages(path, schedule):
+    """On a rank: its sends and receives in their order, with the forwards and backwards between them."""
+    lesson, events = load(path), []
+    config = lesson.parse(f"{TINY} --batch 12 --accum 6".split())
+    device, text = lesson.set_up(config)
+    model = lesson.GPT(config)
+    layers = [lesson.Embed(model), *model.blocks, lesson.Head(model)]
+    ranks = dist.get_world_size()
+    pipe = lesson.Pipeline(layers, [2, 4], lesson.mean_loss, lesson.build_schedule(schedule, ranks, 6))
+    isend, irecv = dist.isend, dist.irecv
+
+    class Late:  # what has been received is there after wait() and not before
+        def __init__(self, work, tensor, target):
+            self.work, self.tensor, self.target = work, tensor, target
+
+        def wait(self):
+            events.append("wait")
+            self.work.wait()
+            self.target.copy_(self.tensor)
+
+    def recorded_irecv(tensor, **options):
+        events.append("receive")
+        arriving = torch.empty_like(tensor)
+        return Late(irecv(arriving, **options), arriving, tensor.fill_(torch.nan))
+
+    def recorded_isend(tensor, **options):
+        events.append("send")
+        return isend(tensor, **options)
+
+    kept = []
+
+    def done(action):
+        events.append(action.op)
+        kept.append(len(pipe.leaving))
+
+    pipe.observer = types.SimpleNamespace(save=lambda x: x, done=done)
+    dist.isend, dist.irecv = recorded_isend, recorded_irecv
+    try:
+        batches = list(zip(*lesson.microbatches(config, text, 1, device)))
+        loss = pipe.step(*batches)
+    finally:
+        dist.isend, dist.irecv = isend, irecv
+    return events, loss.item(), max(kept)
+
+
+def check_messages(path):
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        answers = world(2).run(messages, path, schedule, timeout=20)
+        for rank, (events, loss, held) in enumerate(answers):
+            assert math.isfinite(loss) and events.count("send") == events.count("receive") == 6
+            assert events[:2] == ["receive"] * 2, "receives are posted before anything is computed"
+            first = events.index("B" if rank == 0 else "F")
+            assert events[:first].count("receive") >= 3, "the next receives are posted ahead"
+            assert events[:first].count("receive") <= 4, "but not all, each of them has a buffer"
+            assert schedule == "gpipe" or held <= 3, "buffers of messages that have arrived are kept"
+
+
+def test_receives_are_posted_ahead_and_buffers_are_freed():
+    check_messages(PIPELINE)
+
+
+def against_torchs_pipeline(path, name, peer, chunks):
+    """On a rank: how far three steps end from torch.distributed.pipelining's, on this rank's parameters."""
+    from torch.distributed import pipelining  # slow to load, and needed here alone
+
+    lesson, rank, ranks = load(path), dist.get_rank(), dist.get_world_size()
+    config = lesson.parse(f"{TINY} --layers 4 --batch 8 --accum 4 --dtype fp64".split())
+    device, text = lesson.set_up(config)
+    pipes, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = lesson.GPT(config).double()
+        layers = [lesson.Embed(model), *model.blocks, lesson.Head(model)]
+        ends = lesson.split_layers([1] * 6, ranks * chunks)
+        pipes.append(
+            lesson.Pipeline(layers, ends, lesson.mean_loss, lesson.build_schedule(name, ranks, 4, chunks))
+        )
+        optimizers.append(torch.optim.AdamW(pipes[-1].parameters(), lr=0.01))
+    stages = [
+        pipelining.PipelineStage(stage, int(s), ranks * chunks, device)
+        for s, stage in pipes[1].stages.items()
+    ]
+    runner = getattr(pipelining, peer)(stages if chunks > 1 else stages[0], 4, loss_fn=lesson.mean_loss)
+    for step in range(3):
+        inputs, targets = zip(*lesson.microbatches(config, text, step, device))
+        pipes[0].step(inputs, targets)
+        last = {"target": torch.cat(targets), "losses": []} if rank == ranks - 1 else {}
+        runner.step(*((torch.cat(inputs),) if rank == 0 else ()), **last)
+        for param, tie in pipes[1].tied:
+            dist.all_reduce(param.grad, group=tie)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(pipes[0].parameters(), pipes[1].parameters())
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "name, peer, chunks",
+    [
+        ("gpipe", "ScheduleGPipe", 1),
+        ("1f1b", "Schedule1F1B", 1),
+        ("interleaved", "ScheduleInterleaved1F1B", 2),
+    ],
+)
+def test_pipeline_ends_in_the_weights_of_torchs_own(name, peer, chunks):
+    assert max(world(2).run(against_torchs_pipeline, PIPELINE, name, peer, chunks)) < 1e-9
+
+
+def test_pipeline_draws_what_it_did_and_says_how_long_it_idled():
+    result, _ = run(
+        PIPELINE, 2, f"{TINY} --layers 4 --width 128 --heads 4 --batch 16 --accum 8 --steps 6 --balance time"
+    )
+    assert [len(row) for row in result["timeline"]] == [16, 16]
+    assert result["idle"]["formula"] > 0 and 0 < result["idle"]["measured"] < 1
+    lesson = load(PIPELINE)
+    lines = list(
+        lesson.draw([[(("F", 0, 0), 0.0, 1.0), (("B", 0, 0), 3.0, 5.0)], [(("F", 1, 0), 1.0, 2.0)]], 20)
+    )
+    assert lines == ["rank 0  F0ff........B0bbbbbb", "rank 1  ....F0ff............"]
+
+
 # ---- the ledger ----
 
 
@@ -1661,6 +1988,9 @@ def check_wire(lesson, path, size=3):
         expected = lesson.sent(weights, 4, size, accum)
         assert {kind: row["payload"] for kind, row in result["sent"].items()} == expected
         for kind, row in result["sent"].items():
+            if lesson.name == "pipeline":  # the tied weight's group is of two ranks
+                assert row["wire"] == row["formula"]
+                continue
             passes = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}.get(kind)
             wire = row["payload"] * (passes * (size - 1) / size if passes else 1)
             assert row["wire"] == round(wire) == row["formula"]
@@ -1679,7 +2009,9 @@ def check_held(lesson, path, size=4):
     """
     widths = {"": 4, " --dtype bf16": 2, " --dtype fp64": 8, " --optim sgd": 4, " --accum 3": 4}
     for flags, width in list(widths.items())[: None if size in (1, 4) else 2]:
-        shape = TINY if lesson.threads else TINY.replace("--layers 2", "--layers 8")
+        shape = (
+            TINY if lesson.threads or lesson.name == "pipeline" else TINY.replace("--layers 2", "--layers 8")
+        )
         result, weights = run(path, size, f"{shape} --batch 12 --steps 1{flags}{lesson.flags}")
         assert set(result["held"]) == {"parameters", "gradients", "optimizer", *lesson.held}
         slack = lesson.slack(weights, width, size)
@@ -1916,7 +2248,7 @@ def leave(path, flags, errors):
 def check_exit(path, tmp_path):
     context = multiprocessing.get_context("forkserver")
     process = context.Process(
-        target=leave, args=(path, f"{TINY} --batch 2".split(), str(tmp_path / "errors"))
+        target=leave, args=(path, f"{TINY} --batch 4".split(), str(tmp_path / "errors"))
     )
     process.start()
     process.join(20)
@@ -2074,6 +2406,13 @@ CHECKS = {
     "broken": lambda lesson, path, tmp_path: check_broken(path),
     "straggler": lambda lesson, path, tmp_path: check_straggler(path),
     "losing": lambda lesson, path, tmp_path: check_losing(path),
+    "published": lambda lesson, path, tmp_path: check_published(path),
+    "schedules": lambda lesson, path, tmp_path: check_schedules(path),
+    "split": lambda lesson, path, tmp_path: check_split(path),
+    "messages": lambda lesson, path, tmp_path: check_messages(path),
+    "1f1b": lambda lesson, path, tmp_path: check_pipeline(path, "1f1b", 3, 4),
+    "chunks": lambda lesson, path, tmp_path: check_pipeline(path, "interleaved", 1, 4),
+    "zb-h2": lambda lesson, path, tmp_path: check_pipeline(path, "zb-h2", 3, 4),
     "zero": lambda lesson, path, tmp_path: check_zero(path),
     "whole": lambda lesson, path, tmp_path: check_zero(path, Whole, 2),
     "twice": lambda lesson, path, tmp_path: check_zero(path, Twice, 2),
@@ -2290,6 +2629,57 @@ MUTANTS += [
     ("dp_async", "losing", "first(worker) or not self.taken", "first(worker) or True"),
     ("dp_async", "refusals", "if config.batch % (N * config.accum):", "if False:"),
     ("dp_async", "exit", "import torch.distributed.nn", "#"),
+]
+MUTANTS += [
+    (
+        "pipeline",
+        "published",
+        "zero_bubble(rank, m, p - rank, rank)",
+        "zero_bubble(rank, m, p - rank, rank + 1)",
+    ),
+    ("pipeline", "schedules", "2 * (p - rank) - 1", "2 * (p - rank)"),
+    ("pipeline", "published", "p - rank)\n", "p - rank + 1)\n"),
+    ("pipeline", "published", "latency * (need.stage % p != rank)", "latency"),
+    ("pipeline", "1f1b", "self.targets[k]) / self.microbatches", "self.targets[k])"),
+    ("pipeline", "1f1b", "            dist.all_reduce(param.grad, group=tie)\n", "            pass\n"),
+    ("pipeline", "1f1b", "if learns and ranks[0] == self.rank:", "if learns and self.rank in ranks:"),
+    ("pipeline", "1f1b", "        dist.all_reduce(total, group=self.group)\n", ""),
+    ("pipeline", "1f1b", "        dist.all_reduce(self.loss, group=self.group)\n", ""),
+    ("pipeline", "1f1b", "everyone[::-1]", "everyone[:1]"),
+    ("pipeline", "1f1b", "self.alive.pop(action[1:])", "self.alive[action[1:]]"),
+    (
+        "pipeline",
+        "1f1b",
+        "        return x.grad if action.stage > 0 else None",
+        "        return 2 * x.grad if action.stage > 0 else None",
+    ),
+    ("pipeline", "1f1b", "                tensor.untyped_storage().resize_(0)\n", "                pass\n"),
+    ("pipeline", "messages", "        work.wait()\n        for taken", "        for taken"),
+    ("pipeline", "messages", "            self._post(sender, self.AHEAD)\n", "            pass\n"),
+    ("pipeline", "messages", "self.place[action] + 1 + self.AHEAD", "self.place[action] + 1"),
+    ("pipeline", "messages", "            self.leaving.pop(taken)[0].wait()\n", "            pass\n"),
+    ("pipeline", "schedules", "(v - 1 - chunk) * p + rank", "chunk * p + rank"),
+    ("pipeline", "chunks", "            self.local[action] = tensor\n", "            pass\n"),
+    (
+        "pipeline",
+        "split",
+        "gradient @ ctx.params[0] if ctx.needs_input_grad[1] else None",
+        "gradient.neg() @ ctx.params[0] if ctx.needs_input_grad[1] else None",
+    ),
+    ("pipeline", "split", "lambda: (rows.t() @ x, rows.sum(0))", "lambda: (rows.t() @ x, rows.mean(0))"),
+    ("pipeline", "split", "[False, True, True])[1:]", "[False, True, True])[:0:-1]"),
+    ("pipeline", "split", "usual = padding_idx is max_norm is None and", "usual ="),
+    ("pipeline", "split", "if param is not None and param.requires_grad:", "if param is not None:"),
+    (
+        "pipeline",
+        "split",
+        "param.grad = gradient if param.grad is None else param.grad.add_(gradient)",
+        "param.grad = gradient",
+    ),
+    ("pipeline", "zb-h2", "        self.waiting.pop(action[1:]).weights()\n", "        pass\n"),
+    ("pipeline", "zb-h2", "self.waiting[action[1:]] = split", "split.weights()"),
+    ("pipeline", "refusals", "if config.batch % config.accum:", "if False:"),
+    ("pipeline", "exit", "import torch.distributed.nn", "#"),
 ]
 SHARDED = [  # the same edit in zero1.py, zero2.py and zero3.py
     ("parity", "microloss = zero(*batch) / config.accum", "microloss = zero(*batch)"),
