@@ -1815,7 +1815,7 @@ class Layers(nn.Module):
         )
         self.gain, self.fixed = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
         self.fixed.weight.requires_grad_(False)
-        self.linear.bias.requires_grad_(False)
+        self.norm.bias.requires_grad_(False)
         self.double()
 
     def forward(self, tokens, x):
@@ -2633,7 +2633,7 @@ MUTANTS += [
 MUTANTS += [
     (
         "pipeline",
-        "published",
+        "schedules",
         "zero_bubble(rank, m, p - rank, rank)",
         "zero_bubble(rank, m, p - rank, rank + 1)",
     ),
