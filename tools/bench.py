@@ -272,13 +272,13 @@ def main(lesson, bench, flags):
     for turn in range(bench.rounds):
         for i in range(len(entries)):
             entries[(turn + i) % len(entries)].time(batches, config)
-    ratio = f"{first.name} / this"
-    say(f"{'torch ' + torch.__version__:<40}{'ms/step':>10}{ratio:>16}{'least':>8}{'most':>7}")
+    ratio = f"{bench.lesson}.py / this"
+    say(f"{'torch ' + torch.__version__:<40}{'ms/step':>10}{ratio:>20}{'least':>8}{'most':>7}")
     table = {}
     for entry in entries:
         ratios = [a / b for a, b in zip(first.times, entry.times)]
         table[entry.name] = {"ms": statistics.median(entry.times), "ratio": statistics.median(ratios)}
-        numbers = f"{statistics.median(entry.times):>10.1f}{statistics.median(ratios):>16.3f}"
+        numbers = f"{statistics.median(entry.times):>10.1f}{statistics.median(ratios):>20.3f}"
         say(f"  {entry.name:<38}{numbers}{min(ratios):>8.3f}{max(ratios):>7.3f}")
     if config.json and dist.get_rank() == 0:
         Path(config.json).write_text(json.dumps(table))
