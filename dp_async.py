@@ -624,9 +624,7 @@ def work(worker, tasks, function):
     HERE.device, server, task = worker.name, worker.server, None
     try:
         with torch.cuda.device(worker.device) if worker.device.type == "cuda" else nullcontext():
-            torch.autograd.set_multithreading_enabled(
-                False
-            )  # backward in this thread, which the ledger knows
+            torch.autograd.set_multithreading_enabled(False)  # backward in this thread: the ledger knows it
             server.admit(worker.number)
             while task := tasks.take(worker.number):
                 function(worker, *task)

@@ -14,10 +14,10 @@ Holds
 
 Talks
     4 stages, 1f1b, 6 microbatches: F forward, B backward, . idle ("bubble")
-    rank 0 | F0 F1 F2 F3 .  .  .  B0 .  F4 B1 ...
-    rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 ...      every F sends its output (b, T, D) to the next stage,
-    rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 ...      every B the gradient of its input to the one before
-    rank 3 | .  .  .  F0 B0 F1 B1 F2 ...
+    rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 ...
+    rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 ...      every F sends its output (b, T, D) to the next stage,
+    rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 ...      every B the gradient of its input to the one before
+    rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 ...
     Sends start as soon as the value exists, receives are posted two ahead, so both hide under compute.
     At the end of a step the two copies of the tied weight all-reduce their gradients.
 

@@ -1759,6 +1759,13 @@ def test_bubbles_have_their_closed_forms(p, rounds, v, t):
         assert lesson.closed_form(name, p, m, 1, 1, 1, 1) == pytest.approx(units / (units + m))
 
 
+def test_the_docstrings_diagram_is_the_schedule():
+    lesson = load(PIPELINE)
+    for rank, played in enumerate(lesson.play(lesson.build_schedule("1f1b", 4, 6), lambda action: 1)):
+        cells = {int(start): f"{action.op}{action.microbatch}" for action, start, _ in played}
+        assert f"rank {rank} | " + " ".join(f"{cells.get(i, '.'):<2}" for i in range(11)) in lesson.__doc__
+
+
 def test_a_schedule_that_cannot_be_says_so():
     lesson = load(PIPELINE)
     assert "multiple of 3" in raised(lambda: lesson.build_schedule("interleaved", 3, 4, 2))
