@@ -277,11 +277,12 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, lesson, config, device, model, gradients=None, threads=0):
         super().__init__()
-        self.gradients = gradients or (lambda: [p.grad for p in model.parameters()])
+        params = list(model.parameters())  # once: to walk the modules at every operator is slow
+        self.gradients = gradients or (lambda: [p.grad for p in params])
         self.config, self.clock = config, time.perf_counter()
-        self.names, self.seen = WeakIdKeyDictionary(), Counter()
+        self.known, self.alive, self.seen = {}, Counter(), Counter()
         ranks, backend = (threads, "threads") if threads else (dist.get_world_size(), dist.get_backend())
-        P = sum(p.numel() for p in model.parameters())
+        P = sum(p.numel() for p in params)
         self.result = {"lesson": lesson, "world_size": ranks, "backend": backend, "device": device.type}
         self.result |= {"dtype": config.dtype, "n_params": P, "losses": [], "grad_norms": [], "step_ms": []}
         self.say = print if dist.get_rank() == 0 else lambda line: None
@@ -292,25 +293,52 @@ class Ledger(TorchDispatchMode):
         )
         size = f"{P / 1e6:.2f} M parameters (P) | {config.dtype} | batch {config.batch} = {share}"
         self.say(f"{lesson} | {who} {backend}/{device.type} | {size}")
-        self.watch("parameters", [*model.parameters(), *model.buffers()])
+        self.watch("parameters", [*params, *model.buffers()])
         if config.trace:
             keep = torch.profiler.tensorboard_trace_handler(config.trace, f"{lesson}-rank{dist.get_rank()}")
             self.profiler = self.profile(on_trace_ready=keep)
             self.profiler.start()
 
-    def watch(self, name, tensors):
+    def watch(self, name, tensors, count=True):
         """Count the storages of these tensors as `name` for as long as they live."""
-        for storage in {tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)}:
-            if self.names.get(storage, "other") == "other":
-                self.names[storage] = name
-        alive = Counter()
-        for storage, name in self.names.items():
-            alive[name, "measured"] += storage.nbytes()
-        self.seen |= alive | Counter(peak_bytes=alive.total())
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage(), name)
+        if count:
+            self.seen |= self.alive | Counter(peak_bytes=self.alive.total())
+
+    def _note(self, storage, name="other"):
+        key, size = id(storage), storage.nbytes()
+        if key not in self.known:
+            self.known[key] = "other", 0, weakref.ref(storage, lambda _: self._forget(key))
+        old, before, life = self.known[key]
+        name = name if old == "other" else old
+        if (name, size) != (old, before):
+            self.alive[old, "measured"] -= before
+            self.alive[name, "measured"] += size
+            self.known[key] = name, size, life
+
+    def _forget(self, key):
+        name, size, _ = self.known.pop(key)
+        self.alive[name, "measured"] -= size
+
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_  # no operator, so it is seen in this way
+
+        def resize_and_note(storage, size):
+            resize(storage, size)
+            self._note(storage)
+
+        torch.UntypedStorage.resize_ = resize_and_note
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        del torch.UntypedStorage.resize_
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.watch("gradients", self.gradients())
+        self.watch("gradients", self.gradients(), count=False)
         self.watch("other", tree_leaves((args, result)))
         kind = next((kind for kind in RING if function.namespace == "c10d" and kind in function.name()), None)
         if kind:
@@ -386,14 +414,16 @@ class ThreadLedger(Ledger):
     profile = functools.partial(
         torch.profiler.profile, experimental_config=_ExperimentalConfig(profile_all_threads=True)
     )
+    # Threads enter it too, and nothing here resizes a storage, which a Ledger is on the watch for.
+    __enter__, __exit__ = TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
 
     def __init__(self, lesson, config, device, model, gradients, optimizer, threads):
         """gradients(): those that this thread may look at, as none of another can be freed meanwhile."""
-        self.lock, self.alive, self.freed = threading.Lock(), Counter(), deque()
+        self.lock, self.freed, self.names = threading.Lock(), deque(), WeakIdKeyDictionary()
         self.optimizer = optimizer
         super().__init__(lesson, config, device, model, gradients, threads)
 
-    def watch(self, name, tensors):
+    def watch(self, name, tensors, count=True):
         """Count their storages as `name` for as long as they live, new ones on the device of this thread."""
         with self.lock:
             while self.freed:

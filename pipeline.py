@@ -22,8 +22,9 @@ Talks
     At the end of a step the two copies of the tied weight all-reduce their gradients.
 
 Costs
-    Each rank but the ends sends 2 m b T D elements a step: no other technique here sends so little. The price
-    is idle time, as a part of the ideal: (p-1)/m in gpipe and 1f1b, (p-1)/(vm) interleaved with v chunks.
+    Each rank but the ends sends 2 m b T D elements a step, whatever P is, and v times that interleaved with v
+    chunks. The price is idle time, (p-1)/m of the work's in gpipe and 1f1b, (p-1)/(vm) interleaved: as a part
+    of all time, which is what a run prints, (p-1)/(m+p-1) and (p-1)/(vm+p-1).
     Zero bubble cuts backward in two: B, the gradient of the input, which the stage before waits for, and W,
     the gradients of the weights, which nobody waits for and which fill the gaps.
 
@@ -33,9 +34,9 @@ Run
 
 Expect
     pipeline | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 2 x 8 microbatches
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 750.5 ms | 1.4 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 2013.7 ms | 0.5 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 45.3 ms | 22.6 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 112.3 ms | 9.1 k tok/s
     held per rank     formula                           measured
       parameters      4P_i                   1.75 MB     1.75 MB
       gradients       4P_i                   1.75 MB     1.75 MB
@@ -46,12 +47,14 @@ Expect
     rank  stages          parameters  in flight   activations       bound
     0     0                   0.44 M          2       4.21 MB     4.21 MB
     1     1                   0.43 M          1       2.37 MB     2.37 MB
-    idle: measured 16.0%, played with the measured times 14.3%, closed form 11.1%; the last step:
-    rank 0  F0ffF1ff......B0bbbF2ff.B1bbbbF3ffB2bbbbF4ff.......B3bbbbF5fB4bbbbF6ffB5bbbF7ff.B6bbb....B7bbbb
-    rank 1  ....F0ffB0bbbbF1ffB1bbbb.F2fB2bbbbF3ffB3bbbbF4ffB4bbbb......F5ffB5bbbbF6ffB6bbbbF7fB7bbbb......
+    idle: measured 19.0%, played with the measured times 16.0%, closed form 11.1%; the last step:
+    rank 0  F0fF1f........B0bbbF2ff..B1bbF3f....B2bbF4f.....B3bbF5f...B4bbbbbF6f..B5bbbF7ff..B6bb.......B7bb
+    rank 1  ...F0ffB0bbbb.F1ffB1bbbbbF2ffB2bbbbbF3ffB3bbbbbbF4ffB4bbbb.F5ffB5bbbbbF6ffB6bbbbbF7ffB7bbbbb....
 
 Left out
-    Data parallelism beside it, a schedule found by search (ZB-V), activations of several shapes, dropout.
+    Data parallelism beside it, a schedule found by search (ZB-V), activations of several shapes, dropout,
+    stages made where they belong (here each rank makes the whole model and then empties what it does not
+    need), and with zero bubble activation checkpointing and what it does under autocast (no split).
 """
 
 import argparse
@@ -64,6 +67,7 @@ import shutil
 import statistics
 import sys
 import time
+import weakref
 from collections import Counter, defaultdict, deque, namedtuple
 from contextlib import nullcontext
 from datetime import timedelta
@@ -79,7 +83,6 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 # ==== toy model: the same lines in every lesson ====
 SIZES = {"toy": (4, 4, 128, 64, 256), "small": (6, 8, 256, 128, 256), "gpt2": (12, 12, 768, 1024, 50257)}
@@ -280,6 +283,7 @@ def one_forward_one_backward(forward, backward, warmup):
 
 
 def plain_1f1b(rank, p, m, v):
+    # p - rank forwards, counting that of the first steady pair (papers that warm up with one less do not).
     forward, backward = ([Action(op, rank, k) for k in range(m)] for op in "FB")
     return one_forward_one_backward(forward, backward, p - rank)
 
@@ -324,6 +328,8 @@ def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
 
     Stages count from 0 to n_stages * n_chunks - 1; stage s belongs to rank s % n_stages.
     """
+    if name not in SCHEDULES:
+        raise ValueError(f"no schedule {name}; there are {', '.join(SCHEDULES)}")
     if n_chunks > 1 and name != "interleaved":
         raise ValueError(f"{name} has one stage per rank: n_chunks must be 1, not {n_chunks}")
     return [list(SCHEDULES[name](rank, n_stages, n_microbatches, n_chunks)) for rank in range(n_stages)]
@@ -382,7 +388,7 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
     return idle_rate(play(schedule, lambda action: times[action.op] / chunks, t_comm))
 
 
-class Linear(torch.autograd.Function):
+class DeferredLinear(torch.autograd.Function):
     """F.linear whose backward gives the gradient of x and puts off those of weight and bias."""
 
     @staticmethod
@@ -394,50 +400,17 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         rows, x = gradient.flatten(0, -2), ctx.saved_tensors[0].flatten(0, -2)
-        ctx.put_off(ctx.params, lambda: (rows.t() @ x, rows.sum(0)))
+        ctx.put_off(ctx.params, lambda: (rows.t() @ x, None if ctx.params[1] is None else rows.sum(0)))
         return None, gradient @ ctx.params[0] if ctx.needs_input_grad[1] else None, None, None
 
 
-class LayerNorm(torch.autograd.Function):
-    """F.layer_norm in the same way."""
-
-    @staticmethod
-    def forward(ctx, put_off, x, shape, weight, bias, eps):
-        output, mean, scale = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.put_off, ctx.rest = put_off, (shape, mean, scale, weight, bias)
-        ctx.save_for_backward(x)
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient):
-        arguments = (gradient, *ctx.saved_tensors, *ctx.rest)
-        backward = torch.ops.aten.native_layer_norm_backward
-        ctx.put_off(ctx.rest[-2:], lambda: backward(*arguments, [False, True, True])[1:])
-        return None, backward(*arguments, [True, False, False])[0], None, None, None, None
-
-
-class Embedding(torch.autograd.Function):
-    """F.embedding in the same way: all of its backward is put off."""
-
-    @staticmethod
-    def forward(ctx, put_off, tokens, weight):
-        ctx.put_off, ctx.tokens, ctx.weight = put_off, tokens, weight
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        arguments = (gradient, ctx.tokens, len(ctx.weight), -1, False)
-        ctx.put_off((ctx.weight,), lambda: (torch.ops.aten.embedding_dense_backward(*arguments),))
-        return None, None, None
-
-
 class SplitBackward(TorchFunctionMode):
-    """Backward of what is computed within it leaves out weight gradients; weights() adds them later.
+    """Backward of what is computed within it leaves out the gradients of linear layers' weights.
 
-    It replaces three functions of a layer's input x and its weight. The gradient of x needs the weight, that
-    of the weight needs x, and both that of the output; but nothing needs a weight's gradient, so it can wait,
-    with x and the output's gradient. A parameter that is used in any other way gets its gradient in backward.
-    (arXiv 2401.10241, section 2)
+    weights() adds them later. The gradient of a layer's input x needs the weight, that of the weight needs x,
+    and both need that of the output. Nothing needs the weight's, so it can wait, with x and the output's
+    gradient. What is no linear layer's own weight (norms, embeddings, a weight that was itself computed)
+    gets its gradient in backward: it costs little, or on stage 0 nobody waits. (arXiv 2401.10241, section 2)
     """
 
     def __init__(self):
@@ -445,22 +418,15 @@ class SplitBackward(TorchFunctionMode):
         self.later = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        split = {F.linear: self._linear, F.layer_norm: self._layer_norm, F.embedding: self._embedding}
-        result = split[function](*args, **kwargs) if function in split and torch.is_grad_enabled() else None
-        return function(*args, **kwargs) if result is None else result
+        replaced = self._linear if function is F.linear else function
+        return replaced(*args, **(kwargs or {}))
 
-    def _linear(self, x, weight, bias=None):
-        usual = weight.requires_grad and x.dim() > 1
-        return Linear.apply(self._put_off, x, weight, bias) if usual else None
-
-    def _layer_norm(self, x, shape, weight=None, bias=None, eps=1e-5):
-        usual = weight is not None and weight.requires_grad
-        return LayerNorm.apply(self._put_off, x, shape, weight, bias, eps) if usual else None
-
-    def _embedding(self, tokens, weight, padding_idx=None, max_norm=None, norm_type=2.0, *options, **more):
-        usual = padding_idx is max_norm is None and not any((*options, *more.values()))
-        return Embedding.apply(self._put_off, tokens, weight) if usual and weight.requires_grad else None
+    def _linear(self, input, weight, bias=None):
+        params = [p for p in (weight, bias) if p is not None]
+        own = weight.requires_grad and all(p.is_leaf for p in params) and torch.is_grad_enabled()
+        if not own or input.dim() < 2 or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, bias)
+        return DeferredLinear.apply(self._put_off, input, weight, bias)
 
     def _put_off(self, params, recipe):
         self.later.append((params, recipe))
@@ -477,28 +443,30 @@ class SplitBackward(TorchFunctionMode):
 def split_layers(costs, count):
     """Ends of `count` stages of consecutive layers, the largest cost as low as can be: 3 1 1 1 -> [1, 4]."""
     total = [0, *itertools.accumulate(costs)]
+    if count > len(costs):
+        raise ValueError(f"{len(costs)} layers are too few for {count} stages")
 
-    @functools.cache
-    def best(end, stages):  # (largest cost, ends) of the first `end` layers in so many stages
-        if stages == 1:
-            return total[end], (end,)
-        options = (
-            (max(best(cut, stages - 1)[0], total[end] - total[cut]), (*best(cut, stages - 1)[1], end))
-            for cut in range(stages - 1, end)
-        )
-        return min(options)
-
-    return list(best(len(costs), count)[1])
+    best = {0: (0, ())}  # {end: (largest cost, ends) of the first `end` layers}, in no stage, one, two ...
+    for stages in range(1, count + 1):
+        best = {
+            end: min(
+                (max(cost, total[end] - total[cut]), (*ends, end))
+                for cut, (cost, ends) in best.items()
+                if cut < end
+            )
+            for end in range(stages, len(costs) - count + stages + 1)
+        }
+    return list(best[len(costs)][1])
 
 
 class Pipeline(nn.Module):
     """Runs a schedule of forwards and backwards of a model that is split over the ranks of `group`.
 
     layers: modules, each called with what the last one returned (the first with a step's input), the same on
-    all ranks; they must return one tensor of the same shape for every microbatch. ends: where each stage
-    ends, as from split_layers(). loss_function(output, target) is a mean. A parameter in layers of several
-    ranks is tied: its copies get the sum of their gradients. Rank 0's weights and buffers win, and the
-    storages of what a rank does not need are emptied. schedule: as from build_schedule().
+    all ranks; they must return one tensor, of the same shape for every microbatch, and work on meta tensors.
+    ends: where each stage ends, as from split_layers(). loss_function(output, target) is a mean. schedule: as
+    from build_schedule(). A parameter in layers of several ranks is tied: its copies get the sum of their
+    gradients. Rank 0's weights and buffers win, and the storages of what a rank does not need are emptied.
 
     step(inputs, targets), of lists of as many microbatches as the schedule has, leaves in .grad the gradients
     of their mean loss and returns that loss; then clip_grad_norm_() and the optimizer follow.
@@ -515,9 +483,9 @@ class Pipeline(nn.Module):
         stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
         self.stages = nn.ModuleDict({str(s): stages[s] for s in range(self.rank, len(ends), self.ranks)})
         self._share_out(stages)
-        # A lane each for messages to higher and to lower ranks: on NCCL those of a pair must have one order.
-        self.lanes = [dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD)) for _ in "ud"]
+        self.whole = stages  # of the others' stages the shapes are left
         self._plan_messages()
+        self._open_lanes()
         self.shapes, self.times, self.observer = None, [], None
 
     def _share_out(self, stages):
@@ -526,13 +494,13 @@ class Pipeline(nn.Module):
         for s, stage in enumerate(stages):
             for tensor in (*stage.parameters(), *stage.buffers()):
                 owners.setdefault(tensor, []).append(s % self.ranks)
-        self.counted, self.tied, self.sizes = [], [], [0] * self.ranks
+        self.norm_params, self.tied, self.sizes, needed = [], [], [0] * self.ranks, set()
         for tensor, ranks in owners.items():
             whole = tensor.detach().contiguous()
             dist.broadcast(whole, group_src=0, group=self.group)
             tensor.detach().copy_(whole)
-            if self.rank not in ranks:
-                tensor.untyped_storage().resize_(0)
+            if self.rank in ranks:
+                needed.add(tensor.untyped_storage().data_ptr())
             ranks = sorted(set(ranks))
             for rank in ranks:
                 self.sizes[rank] += tensor.numel()
@@ -541,7 +509,10 @@ class Pipeline(nn.Module):
                 tie = dist.new_group([dist.get_global_rank(self.group or dist.group.WORLD, r) for r in ranks])
                 self.tied += [(tensor, tie)] * (self.rank in ranks)
             if learns and ranks[0] == self.rank:
-                self.counted.append(tensor)
+                self.norm_params.append(tensor)  # a tied one counts on one rank only
+        for tensor in owners:  # some may share a storage
+            if tensor.untyped_storage().data_ptr() not in needed:
+                tensor.untyped_storage().resize_(0)
 
     def receiver(self, action):
         """The rank that the result of an action goes to, or None."""
@@ -560,19 +531,33 @@ class Pipeline(nn.Module):
                     self.proves[action], taken = taken, []
         self.place = {action: i for actions in self.incoming.values() for i, action in enumerate(actions)}
 
-    def _agree_on_shapes(self, x):
-        """{stage: (shape, dtype) of its output}, from one forward without gradients."""
-        self.shapes = {}
-        for s in range(self.last):
-            answer = [None]
-            if s % self.ranks == self.rank:
-                with torch.no_grad():
-                    before = self.shapes.get(s - 1)
-                    x = torch.zeros(before[0], dtype=before[1], device=x.device) if before else x
-                    y = self.stages[str(s)](x)
-                    answer = [(y.shape, y.dtype)]
-            dist.broadcast_object_list(answer, group_src=s % self.ranks, group=self.group, device=x.device)
-            self.shapes[s] = answer[0]
+    def _open_lanes(self):
+        """A group for each pair of a sender and a receiver.
+
+        On NCCL the operations of a group run in the order of their calls, so a receive that was posted ahead
+        would hold up a send behind it. The first call connects, and waits until both are there: in one
+        order of the pairs on all ranks it cannot wait for ever, in the midst of a schedule it could.
+        """
+        sent = [(a.stage % self.ranks, self.receiver(a)) for actions in self.schedule for a in actions]
+        device = "cpu" if dist.get_backend(self.group) == "gloo" else torch.cuda.current_device()
+        token, self.lanes = torch.zeros(1, device=device), {}
+        for pair in sorted({(a, b) for a, b in sent if b not in (a, None)}):
+            ranks = [dist.get_global_rank(self.group or dist.group.WORLD, rank) for rank in pair]
+            self.lanes[pair] = dist.new_group(ranks)
+            if self.rank == pair[0]:
+                dist.send(token, ranks[1], group=self.lanes[pair])
+            elif self.rank == pair[1]:
+                dist.recv(token, ranks[0], group=self.lanes[pair])
+
+    def _find_shapes(self, x):
+        """{stage: (shape, dtype) of its output}, by forwards on meta tensors, which change nothing."""
+        self.shapes, x = {}, torch.empty_like(x, device="meta")
+        for s, stage in enumerate(self.whole[:-1]):
+            tensors = itertools.chain(stage.named_parameters(), stage.named_buffers())
+            shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+            with torch.no_grad():
+                x = torch.func.functional_call(stage, shapes, (x,))
+            self.shapes[s] = x.shape, x.dtype
 
     def _post(self, sender, count):
         """Post the receives of the first `count` messages from a sender."""
@@ -580,8 +565,7 @@ class Pipeline(nn.Module):
             action = self.incoming[sender][self.posted[sender]]
             shape, dtype = self.shapes[action.stage - (action.op == "B")]
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
-            lane = self.lanes[sender > self.rank]
-            self.arriving[action] = dist.irecv(buffer, group_src=sender, group=lane), buffer
+            self.arriving[action] = self._start(dist.irecv, buffer, sender, self.rank), buffer
             self.posted[sender] += 1
 
     def _fetch(self, action):
@@ -601,8 +585,13 @@ class Pipeline(nn.Module):
         if receiver == self.rank:
             self.local[action] = tensor
         else:
-            lane, tensor = self.lanes[receiver < self.rank], tensor.contiguous()
-            self.leaving[action] = dist.isend(tensor, group_dst=receiver, group=lane), tensor
+            tensor = tensor.contiguous()
+            self.leaving[action] = self._start(dist.isend, tensor, self.rank, receiver), tensor
+
+    def _start(self, transfer, tensor, sender, receiver):
+        other = receiver if sender == self.rank else sender
+        other = dist.get_global_rank(self.group or dist.group.WORLD, other)
+        return transfer(tensor, other, group=self.lanes[sender, receiver])
 
     def _forward(self, action, x=None):
         stage, k = action.stage, action.microbatch
@@ -617,12 +606,13 @@ class Pipeline(nn.Module):
                 self.loss += y.detach()
         # Backward begins at the edge; the value itself may go when it has arrived.
         seed = torch.ones_like(y) if stage == self.last else None
-        self.alive[stage, k] = x, get_gradient_edge(y), seed, split
+        self.alive[stage, k] = x, get_gradient_edge(y) if y.requires_grad else None, seed, split
         return None if stage == self.last else y.detach()
 
     def _backward(self, action, gradient=None):
         x, edge, seed, split = self.alive.pop(action[1:])
-        torch.autograd.backward(edge, seed if gradient is None else gradient)
+        if edge is not None:  # it is, where all so far is frozen
+            torch.autograd.backward(edge, seed if gradient is None else gradient)
         if self.splits:
             self.waiting[action[1:]] = split
         return x.grad if action.stage > 0 else None
@@ -632,11 +622,16 @@ class Pipeline(nn.Module):
 
     def step(self, inputs, targets):
         """Run the schedule on lists of microbatches. Returns their mean loss, on every rank."""
+        if not len(inputs) == len(targets) == self.microbatches:
+            raise ValueError(f"the schedule is of {self.microbatches} microbatches, not {len(inputs)}")
         self.inputs, self.targets, self.device = inputs, targets, inputs[0].device
         if self.shapes is None:
-            self._agree_on_shapes(inputs[0])
-        self.posted, self.arriving, self.leaving, self.local = Counter(), {}, {}, {}
-        self.alive, self.waiting, self.times = {}, {}, []
+            self._find_shapes(inputs[0])
+        self.posted = Counter()  # {sender: how many receives}
+        self.arriving, self.leaving = {}, {}  # {action: (work, buffer)} of what others and what we send
+        self.local = {}  # {action: result} for another stage of this rank
+        self.alive = {}  # {(stage, microbatch): what its backward needs}
+        self.waiting, self.times = {}, []  # {(stage, microbatch): its SplitBackward between B and W}
         self.loss = torch.zeros((), dtype=torch.double, device=self.device)
         for sender in self.incoming:
             self._post(sender, self.AHEAD)
@@ -684,7 +679,7 @@ class Pipeline(nn.Module):
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm (0: any). Returns the norm before."""
         total = torch.zeros((), dtype=torch.double, device=self.device)
-        for p in self.counted:  # a tied parameter on one rank only
+        for p in self.norm_params:
             if p.grad is not None:
                 wide = torch.promote_types(p.dtype, torch.float32)
                 total += torch.linalg.vector_norm(p.grad, dtype=wide).double().square()
@@ -712,11 +707,12 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, lesson, config, device, model, gradients=None, threads=0):
         super().__init__()
-        self.gradients = gradients or (lambda: [p.grad for p in model.parameters()])
+        params = list(model.parameters())  # once: to walk the modules at every operator is slow
+        self.gradients = gradients or (lambda: [p.grad for p in params])
         self.config, self.clock = config, time.perf_counter()
-        self.names, self.seen = WeakIdKeyDictionary(), Counter()
+        self.known, self.alive, self.seen = {}, Counter(), Counter()
         ranks, backend = (threads, "threads") if threads else (dist.get_world_size(), dist.get_backend())
-        P = sum(p.numel() for p in model.parameters())
+        P = sum(p.numel() for p in params)
         self.result = {"lesson": lesson, "world_size": ranks, "backend": backend, "device": device.type}
         self.result |= {"dtype": config.dtype, "n_params": P, "losses": [], "grad_norms": [], "step_ms": []}
         self.say = print if dist.get_rank() == 0 else lambda line: None
@@ -727,25 +723,52 @@ class Ledger(TorchDispatchMode):
         )
         size = f"{P / 1e6:.2f} M parameters (P) | {config.dtype} | batch {config.batch} = {share}"
         self.say(f"{lesson} | {who} {backend}/{device.type} | {size}")
-        self.watch("parameters", [*model.parameters(), *model.buffers()])
+        self.watch("parameters", [*params, *model.buffers()])
         if config.trace:
             keep = torch.profiler.tensorboard_trace_handler(config.trace, f"{lesson}-rank{dist.get_rank()}")
             self.profiler = self.profile(on_trace_ready=keep)
             self.profiler.start()
 
-    def watch(self, name, tensors):
+    def watch(self, name, tensors, count=True):
         """Count the storages of these tensors as `name` for as long as they live."""
-        for storage in {tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)}:
-            if self.names.get(storage, "other") == "other":
-                self.names[storage] = name
-        alive = Counter()
-        for storage, name in self.names.items():
-            alive[name, "measured"] += storage.nbytes()
-        self.seen |= alive | Counter(peak_bytes=alive.total())
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage(), name)
+        if count:
+            self.seen |= self.alive | Counter(peak_bytes=self.alive.total())
+
+    def _note(self, storage, name="other"):
+        key, size = id(storage), storage.nbytes()
+        if key not in self.known:
+            self.known[key] = "other", 0, weakref.ref(storage, lambda _: self._forget(key))
+        old, before, life = self.known[key]
+        name = name if old == "other" else old
+        if (name, size) != (old, before):
+            self.alive[old, "measured"] -= before
+            self.alive[name, "measured"] += size
+            self.known[key] = name, size, life
+
+    def _forget(self, key):
+        name, size, _ = self.known.pop(key)
+        self.alive[name, "measured"] -= size
+
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_  # no operator, so it is seen in this way
+
+        def resize_and_note(storage, size):
+            resize(storage, size)
+            self._note(storage)
+
+        torch.UntypedStorage.resize_ = resize_and_note
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        del torch.UntypedStorage.resize_
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.watch("gradients", self.gradients())
+        self.watch("gradients", self.gradients(), count=False)
         self.watch("other", tree_leaves((args, result)))
         kind = next((kind for kind in RING if function.namespace == "c10d" and kind in function.name()), None)
         if kind:
@@ -908,8 +931,7 @@ class PipelineLedger(Ledger):
 
     def done(self, action):
         """Called after each action."""
-        alive = (storage.nbytes() for storage, name in self.names.items() if name == "activations")
-        before, self.kept = self.kept, sum(alive)
+        before, self.kept = self.kept, self.alive["activations", "measured"]
         if action.op == "F":
             self.of_stage.setdefault(action.stage, self.kept - before)
 
@@ -919,7 +941,7 @@ class PipelineLedger(Ledger):
         mine = {"stages": [int(s) for s in pipe.stages], "parameters": pipe.sizes[pipe.rank]}
         mine |= {"in_flight": in_flight(pipe.actions), "activations": self.seen["activations", "measured"]}
         everyone = [None] * pipe.ranks
-        history = [[(tuple(action), *times) for action, *times in step] for step in history[1:] or history]
+        history = [[(tuple(action), *times) for action, *times in step] for step in history]
         dist.all_gather_object(everyone, (mine | {"bound": bound}, history))
         ranks, histories = zip(*everyone)
         times = defaultdict(list)  # of each stage's op in all steps
@@ -956,7 +978,8 @@ class PipelineLedger(Ledger):
             self.say(f"{rank:<6}{stages:<14}{row['parameters'] / 1e6:>10.2f} M{row['in_flight']:>11}{sizes}")
         idle = result["idle"]
         played = f"played with the measured times {idle['played']:.1%}, closed form {idle['formula']:.1%}"
-        self.say(f"idle: measured {idle['measured']:.1%}, {played}; the last step:")
+        clock = "" if result["device"] == "cpu" else ", each rank from its own start"
+        self.say(f"idle: measured {idle['measured']:.1%}, {played}; the last step{clock}:")
         for line in draw(result["timeline"], width):
             self.say(line)
         return result
@@ -1009,7 +1032,7 @@ def train(config):
     ends = split_layers(layer_costs(layers, inputs, config.balance), n_stages)
     pipe = Pipeline(layers, ends, mean_loss, schedule)
     optimizer = Optimizer(pipe.parameters(), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
-    ledger, history = PipelineLedger("pipeline", config, device, model), []
+    ledger, history = PipelineLedger("pipeline", config, device, model), deque(maxlen=20)
     ledger.of_stage = {}  # bytes that a microbatch's forward keeps for its backward
     for step in range(1, config.steps + 1):
         with ledger if step == 1 else nullcontext():
@@ -1018,11 +1041,13 @@ def train(config):
             grad_norm = pipe.clip_grad_norm_(config.clip)
             optimizer.step()
             model.zero_grad()
-        history.append(pipe.times)
+        if step > 1 or config.steps == 1:  # the first is measured, not timed
+            history.append(pipe.times)
         ledger.log(step, loss, grad_norm)
     ledger.watch("optimizer", optimizer.tensors())
     ledger.add_outcome(pipe, config, [pipe.seconds(times) for times in history])
-    return ledger.close(pipe.gather(optimizer.state_dict_of(model)), *formulas(config, pipe))
+    whole = pipe.gather(optimizer.state_dict_of(model)) if config.save else None
+    return ledger.close(whole, *formulas(config, pipe))
 
 
 if __name__ == "__main__":
