@@ -1,0 +1,403 @@
+"""Will it fit, and what will it send? The bytes of each strategy on each GPU, from formulas alone.
+
+Idea
+    Parameters, gradients and optimizer states take a known number of bytes, and the ZeRO stages divide them
+    by the N ranks, one after another (ZeRO, arXiv 1910.02054, sections 3 and 5). Activations follow from the
+    model's shape (arXiv 2205.05198, sections 4 and 5). Their sum fits on a GPU or it does not.
+
+Holds
+    P = L(12h^2 + 13h) + hv + sh + 2h parameters: L layers of width h, v tokens in the vocabulary, s in a
+    sequence; the head is the embedding. (--params beside a shape sets P; the shape says who has how much.)
+    bytes         mixed   fp32    ZeRO-1   ZeRO-2   ZeRO-3
+    parameters    2P      4P                        / N
+    gradients     2P      4P               / N      / N
+    optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
+    Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
+    stored scores and dropout's masks (flash attention stores no scores, so it keeps what `selective` does):
+    none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
+    selective     sbh(10 + 24/t)                                           34sbh/t
+    full          2sbh                                                     2sbh
+    and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head and what a layer computes again.
+    Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight.
+
+Talks
+    A rank's bytes per step on a ring, with w = 2 or 4 bytes a number and k microbatches (--accum):
+    DP, ZeRO-1    2wP(N-1)/N       an all-reduce, or its halves (arXiv 1910.02054, section 7)
+    ZeRO-2        (1+k)wP(N-1)/N   a reduce-scatter for each microbatch, an all-gather
+    ZeRO-3        3kwP(N-1)/N      two all-gathers and a reduce-scatter for each (FSDP, arXiv 2304.11277)
+    tensor        8wbsh(t-1)/t     a layer and microbatch; 4 more with full, which runs forward again, 2 more
+                                   with --sequence-parallel, which in backward gathers again what it split
+    pipeline      wbsh             forward, and backward, over each boundary for each microbatch
+    All strategies take the same batch in a step: a replica of t x p ranks has tpk microbatches.
+
+Run
+    python plan.py --params 7.5b --gpus 64 --gpu-gb 32
+    python plan.py --size gpt2-xl --gpus 4 --gpu-gb 24 --micro-batch 8 --recompute all --largest
+
+Expect
+    plan | 7.50 G parameters | mixed: 2 + 2 + 12 bytes each | 64 GPUs of 32.0 GB | batch 64 = 1 x 1 x 64 GPUs
+    GB                        parameters  gradients  optimizer  activations       sum  sent/step  fits  idle
+    DP                              15.0       15.0       90.0            -       120       29.5    no     -
+    ZeRO-1                          15.0       15.0       1.41            -      31.4       29.5   yes     -
+    ZeRO-2                          15.0      0.234       1.41            -      16.6       29.5   yes     -
+    ZeRO-3                         0.234      0.234       1.41            -      1.88       44.3   yes     -
+    GB: 10^9 bytes. -: activations need a shape (--size, or --layers --heads --hidden --seq --vocab)
+    Take ZeRO-2: 16.6 GB fit where DP needs 120 GB, and no ZeRO stage that fits sends less.
+
+Left out
+    What is whole for a moment, two units and the embedding: at --size 7.5b 1.4 GB of gradients in zero2.py,
+    in zero3.py as much again of weights. Fragmentation, CUDA's own memory, NCCL's buffers: --gpu-gb is what
+    they leave. What tensor parallelism sends for embedding, head and loss. Other schedules than 1F1B, ZeRO-2
+    and 3 beside tensor and pipeline parallelism, context and expert parallelism, offloading.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import sys
+from collections import namedtuple
+from contextlib import nullcontext
+
+SIZES = {"toy": (4, 4, 128, 64, 256), "small": (6, 8, 256, 128, 256), "gpt2": (12, 12, 768, 1024, 50257)}
+SIZES |= {"gpt2-xl": (48, 25, 1600, 1024, 50257), "7.5b": (32, 34, 4352, 2048, 50257)}
+Shape = namedtuple("Shape", ("layers", "heads", "hidden", "seq", "vocab"))
+BYTES = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}  # of a parameter, of its gradient, in the optimizer
+RECOMPUTE = ("none", "selective", "full")
+STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def parameters(layers, hidden, vocab, seq, tensor=1, first=True, last=True):
+    """Parameters of a GPT whose head is its embedding: L(12h^2 + 13h) + hv + sh + 2h.
+
+    On one of `tensor` ranks norms, row-parallel biases and positions are whole (arXiv 1909.08053, section 3);
+    `tensor` must divide hidden. first, last: whether these layers begin the model, and end it.
+    """
+    layer = (12 * hidden**2 + 7 * hidden) // tensor + 6 * hidden
+    embedding = hidden * -(-vocab // tensor) * (first or last)
+    return layers * layer + embedding + first * seq * hidden + last * 2 * hidden
+
+
+def states(stage, params, ranks, precision="mixed"):
+    """{name: bytes} of parameters, gradients and optimizer on a rank in ZeRO's stage 1 to 3 (0: DP).
+
+    What is sharded is a share of whole elements, the largest (arXiv 1910.02054, sections 3.1 and 5).
+    """
+    sharded = ("optimizer", "gradients", "parameters")[:stage]
+    sizes = zip(("parameters", "gradients", "optimizer"), BYTES[precision])
+    return {name: size * (-(-params // ranks) if name in sharded else params) for name, size in sizes}
+
+
+def layer_activations(shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2):
+    """Bytes that a layer keeps for backward on a rank (arXiv 2205.05198, table 2), `width` bytes a number.
+
+    `tensor` must divide the heads, with sequence_parallel also the sequence.
+    """
+    numbers = batch * shape.seq * shape.hidden
+    if recompute == "full":
+        return width * numbers
+    # 16 tensors and 2 masks; whole are the masks and the inputs of norms and of column-parallel matrices.
+    whole = (4 * width + 2) * numbers // (tensor if sequence_parallel else 1)
+    scores = (2 * width + 1) * batch * shape.heads * shape.seq**2 * (recompute == "none")
+    return whole + (12 * width * numbers + scores) // tensor
+
+
+def activations(
+    shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2, in_flight=1, ends=(True, True)
+):
+    """Bytes of activations at their peak on a rank whose stage has shape.layers layers (section 4.3).
+
+    in_flight: microbatches of `batch` sequences between forward and backward. ends: whether the embedding is
+    in this stage, and the head, whose logits are fp32. The rest is as in layer_activations().
+    """
+    how = tensor, sequence_parallel, width
+    kept, whole = (layer_activations(shape, batch, policy, *how) for policy in (recompute, "none"))
+    numbers = batch * shape.seq * shape.hidden // (tensor if sequence_parallel else 1)
+    head = 2 * width * numbers + 4 * batch * shape.seq * -(-shape.vocab // tensor)
+    peak = max(whole - kept, ends[1] * head)  # a layer computed again, or the loss
+    return in_flight * (shape.layers * kept + ends[0] * numbers) + peak
+
+
+def wire(stage, params, ranks, microbatches=1, width=2):
+    """Bytes that a rank of a ring sends per step in ZeRO's stage 0 to 3 (arXiv 1910.02054, section 7)."""
+    times = (2, 2, 1 + microbatches, 3 * microbatches)[stage]
+    return times * width * params * (ranks - 1) // ranks
+
+
+def tensor_wire(shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2, microbatches=1):
+    """Bytes that a rank of a ring sends per step for the tensor parallelism of shape.layers layers.
+
+    An all-reduce is 2: two in forward, in backward, and in a second forward (arXiv 1910.02054, section 8).
+    """
+    times = 8 + 2 * sequence_parallel + 4 * (recompute == "full")
+    numbers = microbatches * shape.layers * batch * shape.seq * shape.hidden
+    return times * width * numbers * (tensor - 1) // tensor
+
+
+def whole_model(shape):
+    return parameters(shape.layers, shape.hidden, shape.vocab, shape.seq)
+
+
+def replica(job, tensor, pipeline, stage):
+    """(parameters, bytes of activations, bytes sent per step within the replica) of a rank in a stage."""
+    shape, batch, ends = job.shape, job.micro_batch, (stage == 0, stage == pipeline - 1)
+    if not shape:
+        return job.params, None, 0
+    own = shape._replace(layers=(shape.layers + stage) // pipeline)
+    params = parameters(own.layers, shape.hidden, shape.vocab, shape.seq, tensor, *ends)
+    params = -(-params * job.params // whole_model(shape))  # --params may differ from the closed form
+    width, microbatches = BYTES[job.precision][0], job.accum * tensor * pipeline
+    how = job.recompute, tensor, job.sequence_parallel, width
+    in_flight = min(microbatches, pipeline - stage)  # in 1F1B (arXiv 2104.04473, section 2.2)
+    kept = activations(own, batch, *how, in_flight, ends)
+    message = width * batch * shape.seq * shape.hidden // (tensor if job.sequence_parallel else 1)
+    sent = tensor_wire(own, batch, *how, microbatches) + microbatches * message * ends.count(False)
+    tied = width * shape.hidden * -(-shape.vocab // tensor)  # first and last stage add up its gradients
+    return params, kept, sent + tied * (ends[0] != ends[1])
+
+
+def row(job, zero, tensor=1, pipeline=1):
+    """A strategy, as in --json: the bytes of the rank that holds most, and of the one that sends most."""
+    layers, ranks = job.shape.layers if job.shape else 1, []
+    data, microbatches = job.gpus // (tensor * pipeline), job.accum * tensor * pipeline
+    # Of stages with as many layers an earlier one has more in flight, so these show the most.
+    for stage in {0, 1, -layers % pipeline, pipeline - 1} - {pipeline}:
+        params, kept, sent = replica(job, tensor, pipeline, stage)
+        held = states(zero, params, data, job.precision) | {"activations": kept}
+        sent += wire(zero, params, data, microbatches, BYTES[job.precision][0])
+        ranks.append(held | {"sum": sum(filter(None, held.values())), "sent_per_step": sent})
+    size = max(ranks, key=lambda rank: rank["sum"])
+    size = size | {"sent_per_step": max(rank["sent_per_step"] for rank in ranks)}
+    name = STAGES[zero] if tensor * pipeline == 1 else f"t{tensor} x p{pipeline} x d{data}"
+    found = {"strategy": name, "zero": zero, "tensor": tensor, "pipeline": pipeline, "data": data}
+    found |= {"recompute": job.recompute, "idle": (pipeline - 1) / (microbatches + pipeline - 1)}
+    return found | {"bytes": size, "fits": size["sum"] <= job.gpu_gb * 1e9}
+
+
+def replicas(job):
+    """The rows in which each rank is a replica: DP and the ZeRO stages."""
+    return [row(job, zero) for zero in range(4)]
+
+
+def divisors(number):
+    pairs = ((d, number // d) for d in range(1, math.isqrt(number) + 1) if number % d == 0)
+    return sorted({d for pair in pairs for d in pair})
+
+
+def meshes(job):
+    """The rows in which t x p ranks are a replica, t within a node and p <= L; ZeRO-1 over the replicas."""
+    if not job.shape:
+        return []
+    tokens = job.shape.seq if job.sequence_parallel else 0
+    tensors = divisors(math.gcd(job.gpus, min(job.gpus, job.gpus_per_node), job.shape.heads, tokens))
+    pairs = ((t, p) for t in tensors for p in divisors(job.gpus // t) if t * p > 1)
+    return [row(job, 1, t, p) for t, p in pairs if p <= job.shape.layers]
+
+
+def cost(row):
+    """Less is better: bytes sent, then anything but DP, then bytes held."""
+    return row["bytes"]["sent_per_step"], row["strategy"] != "DP", row["bytes"]["sum"]
+
+
+def cheapest(rows):
+    """Of each t the row that fits and costs least."""
+    dearest_first = sorted((row for row in rows if row["fits"]), key=cost, reverse=True)
+    return sorted({row["tensor"]: row for row in dearest_first}.values(), key=cost)
+
+
+def changed(job, **values):
+    return argparse.Namespace(**vars(job) | values)
+
+
+def advise(jobs):
+    """(the row to take or None, a sentence that says why) for jobs that differ in what they recompute.
+
+    Takes the first with a strategy that fits: as asked, fewer sequences at a time, more recomputed; then
+    these with tensor and pipeline, and sequence parallelism. Of its strategies the cheapest.
+    """
+    asked, tried = jobs[0], list(jobs)
+    for policy in RECOMPUTE[RECOMPUTE.index(asked.recompute) :]:
+        for times in divisors(asked.micro_batch):  # of the same batch
+            less = {"micro_batch": asked.micro_batch // times, "accum": asked.accum * times}
+            tried.append(changed(asked, recompute=policy, **less))
+    split = [changed(job, sequence_parallel=way) for job in tried for way in (job.sequence_parallel, True)]
+    for rows_of, job in [*((replicas, job) for job in tried), *((meshes, job) for job in split)]:
+        best = min((row for row in rows_of(job) if row["fits"]), key=cost, default=None)
+        flags = [f" --{k.replace('_', '-')} {v}" for k, v in vars(job).items() if v != getattr(asked, k)]
+        flags = "".join(flags).replace(" True", "")
+        if best:
+            why = f"{giga(best['bytes']['sum'])} GB fit"
+            for other in [row for row in replicas(job) if not row["fits"]][-1:]:
+                why += f" where {other['strategy']} needs {giga(other['bytes']['sum'])} GB"
+            why += f", and no {'ZeRO stage' if rows_of is replicas else 't x p x d'} that fits sends less"
+            return best, f"Take {best['strategy']}{flags}: {why}."
+    size = row(tried[-1], 3)["bytes"]
+    share = int(asked.gpu_gb * 1e9 - (size["activations"] or 0)) // sum(BYTES[asked.precision])
+    if share < 1:
+        why = f"one sequence's activations take {giga(size['activations'])} GB when all are recomputed"
+        return None, f"Nothing fits: {why}. Split it (context parallelism) or shorten --seq."
+    why = f"ZeRO-3 needs {giga(size['sum'])} GB{' even with --recompute full' if asked.shape else ''}"
+    return None, f"Nothing fits: {why}. {-(-asked.params // share)} GPUs would do."
+
+
+def largest(fits):
+    """The largest count that fits, 0 if none. If a count fits, all below it must."""
+    high = 1
+    while fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def deeper(job, layers):
+    """The job with so many layers of the same shape."""
+    shape = job.shape._replace(layers=layers)
+    return changed(job, shape=shape, params=-(-job.params * whole_model(shape) // whole_model(job.shape)))
+
+
+def largest_of(job, found):
+    """What would fit as a row of the table: parameters (with a shape: of as many layers), and sequences."""
+    fits = lambda job: row(job, found["zero"], found["tensor"], found["pipeline"])["fits"]  # noqa: E731
+    if not job.shape:
+        return {"params": largest(lambda params: fits(changed(job, params=params)))}
+    layers = largest(lambda layers: fits(deeper(job, layers)))
+    layers *= layers >= found["pipeline"]  # each stage has one
+    batch = largest(lambda batch: fits(changed(job, micro_batch=batch)))
+    return {"params": deeper(job, layers).params * (layers > 0), "micro_batch": batch, "layers": layers}
+
+
+def giga(size):
+    """Three significant digits, in 10^9."""
+    if size is None:
+        return "-"
+    return f"{size / 1e9:.0f}" if size >= 999.5e9 else f"{size / 1e9:#.3g}".rstrip(".")
+
+
+def cells(row):
+    """What the table shows of a row."""
+    yield row["strategy"]
+    yield from map(giga, row["bytes"].values())
+    yield from ("yes" if row["fits"] else "no", f"{row['idle']:.0%}" if row["pipeline"] > 1 else "-")
+    for name, value in row.get("largest", {}).items():
+        yield f"{giga(value)} G" if name == "params" else value
+
+
+TITLES = ("parameters", "gradients", "optimizer", "activations", "     sum", "sent/step", "fits", "idle")
+MESHES = "t x p x d: tensor, 1F1B pipeline, data parallel (ZeRO-1); of each t what fits and sends least"
+NO_SHAPE = "-: activations need a shape (--size, or --layers --heads --hidden --seq --vocab)"
+
+
+def show(jobs, tables, advice):
+    """Print a table for each job, what its words mean, and the advice."""
+    job, sizes = jobs[0], " + ".join(map(str, BYTES[jobs[0].precision]))
+    batch = f"{job.micro_batch * job.accum * job.gpus} = {job.micro_batch} x {job.accum} x {job.gpus} GPUs"
+    gpus = f"{job.gpus} GPUs of {giga(job.gpu_gb * 1e9)} GB"
+    model = f"{giga(job.params)} G parameters | {job.precision}: {sizes} bytes each"
+    print(f"plan | {model} | {gpus} | batch {batch}")
+    for job, rows in zip(jobs, tables):
+        how = f", recompute {job.recompute}" if job.shape else ""
+        titles = [*TITLES, *(f"{name:>6}" for name in rows[0].get("largest", ()))]
+        for name, *line in [f"GB{how}", *titles], *map(cells, rows):
+            print(f"{name:<24}" + "".join(f"  {x:>{len(t)}}" for t, x in zip(titles, line)))
+    if job.largest:
+        print("params, micro_batch, layers: the largest model (of this width) and batch that fit, each alone")
+    print("GB: 10^9 bytes. " + (MESHES if job.shape else NO_SHAPE))
+    print(advice)
+
+
+def number(text):
+    """7.5b, 125m, 1e9 or 7500000000 as an int."""
+    unit = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower())
+    try:
+        value = round(float(text[:-1]) * unit if unit else float(text))
+    except (ValueError, OverflowError):
+        value = 0
+    if not 1 <= value <= 1e15:
+        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to 1e15, such as 7.5b, 125m or 1e9")
+    return value
+
+
+def refuse(problem):
+    """End with exit code 2 and a line that says what to change."""
+    print(f"{os.path.basename(sys.argv[0])}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(arguments=None):
+    """The job that the flags describe, from the command line if no arguments are given."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error, add = refuse, parser.add_argument
+    add("--params", type=number, help="parameters: 7.5b, 125m, 1e9 (none: as many as the shape has)")
+    add("--size", choices=SIZES, help="shape of a lesson's model: " + ", ".join(Shape._fields))
+    for name in Shape._fields:
+        add("--" + name, type=int, help="of the shape, in place of the size's")
+    add("--gpus", type=int, default=8, help="of all nodes")
+    add("--gpus-per-node", type=int, default=8, help="tensor parallelism stays within a node")
+    add("--gpu-gb", type=float, default=80, help="10^9 bytes it has left, fewer than its name says")
+    add("--micro-batch", type=int, default=1, help="sequences that go through the model at once")
+    add("--accum", type=int, default=1, help="microbatches that each rank accumulates per step")
+    add("--precision", default="mixed", choices=BYTES, help="mixed: 16 bits, with an fp32 optimizer")
+    add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
+    add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
+    add("--largest", action="store_true", help="also the largest model and micro-batch that fit")
+    add("--json", help="file for all of it, in bytes ('-': stdout, without the table)")
+    job = parser.parse_args(arguments)
+    given = {name: vars(job).pop(name) for name in Shape._fields}
+    size = dict(zip(given, SIZES.get(job.size, ())))
+    job.shape = Shape(*(size.get(name) if value is None else value for name, value in given.items()))
+    for problem in find_problems(job):
+        refuse(problem)
+    job.shape = job.shape if all(job.shape) else None
+    job.params = job.params or whole_model(job.shape)
+    return job
+
+
+def find_problems(job):
+    """Yield what is wrong with the flags, each in one line."""
+    shape, names = (
+        job.shape,
+        " ".join(f"--{name}" for name, value in job.shape._asdict().items() if value is None),
+    )
+    for name, value in (vars(job) | shape._asdict()).items():
+        if type(value) is int and name != "params" and not 1 <= value <= 10**9:
+            yield f"--{name.replace('_', '-')} {value}: must be 1 or more, and at most 10^9"
+    if not 1e-3 <= job.gpu_gb <= 1e6:
+        yield f"--gpu-gb {job.gpu_gb}: must be from 0.001 to 10^6"
+    if any(shape) and names:
+        yield f"{names}: missing beside the rest of the shape; or take a --size"
+    elif names and not job.params:
+        yield f"--params: missing; say how many, or take a --size, or give all of {names}"
+    elif not names and shape.hidden % shape.heads:
+        yield f"--hidden {shape.hidden}: must be a multiple of --heads {shape.heads}"
+    elif not names and job.params and not 1 / 2 <= job.params / whole_model(shape) <= 2:
+        yield f"--params {job.params}: the shape has {whole_model(shape)}; change one, or leave it out"
+
+
+def plan(job):
+    """Print the plan of what parse() returns, and write it if asked. Returns what --json writes."""
+    policies = RECOMPUTE if job.recompute == "all" else [job.recompute]
+    jobs = [changed(job, recompute=policy) for policy in policies[: None if job.shape else 1]]
+    rows = [replicas(each) + meshes(each) for each in jobs]
+    shown = [all[:4] + cheapest(all[4:]) for all in rows]
+    for each, found in ((each, found) for each, table in zip(jobs, shown) for found in table if job.largest):
+        found["largest"] = largest_of(each, found)
+    best, why = advise(jobs)
+    result = vars(job) | {"shape": job.shape and job.shape._asdict(), "take": best, "why": why}
+    result["rows"] = list(itertools.chain(*rows))
+    if job.json:
+        try:
+            with nullcontext(sys.stdout) if job.json == "-" else open(job.json, "w") as file:
+                print(json.dumps(result, indent=1), file=file)
+        except OSError as error:
+            refuse(f"--json {job.json}: cannot be written: {error.strerror}")
+    if job.json != "-":
+        show(jobs, shown, why)
+    return result
+
+
+if __name__ == "__main__":
+    plan(parse())
