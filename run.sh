@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-LESSONS=(dp_threads dp_async ddp zero1 zero2 zero3 pipeline) # in reading order, after single.py; a new lesson is one more word here
+LESSONS=(dp_threads dp_async ddp zero1 zero2 zero3 pipeline tensor_parallel checkpointing) # in reading order, after single.py; a new lesson is one more word here
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
@@ -54,8 +54,17 @@ for lesson in "$@"; do
     esac
 done
 
-# The same text, batches and steps for all; FLAGS come last, so they win.
-flags=(--steps 20 --batch $((4 * ranks)) ${FLAGS:-})
+# The same text, batches and steps for all; FLAGS come last, so they win. The toy has 4 layers and 4 heads to
+# share out; where the ranks cannot, and FLAGS name no other size, it is made to fit.
+flags=(--steps 20 --batch $((4 * ranks)))
+case " ${FLAGS:-}" in
+*" --size"*) ;;
+*)
+    [ $((4 % ranks)) -eq 0 ] || flags+=(--heads "$ranks" --width $(((128 + ranks - 1) / ranks * ranks)))
+    [ "$ranks" -le 4 ] || flags+=(--layers "$ranks")
+    ;;
+esac
+flags+=(${FLAGS:-})
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 rm -rf runs
 mkdir -p runs
