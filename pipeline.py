@@ -1032,7 +1032,9 @@ def train(config):
     ends = split_layers(layer_costs(layers, inputs, config.balance), n_stages)
     pipe = Pipeline(layers, ends, mean_loss, schedule)
     optimizer = Optimizer(pipe.parameters(), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
-    ledger, history = PipelineLedger("pipeline", config, device, model), deque(maxlen=20)
+    own = list(pipe.parameters())
+    ledger = PipelineLedger("pipeline", config, device, model, lambda: [p.grad for p in own])
+    history = deque(maxlen=20)
     ledger.of_stage = {}  # bytes that a microbatch's forward keeps for its backward
     for step in range(1, config.steps + 1):
         with ledger if step == 1 else nullcontext():

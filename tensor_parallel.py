@@ -850,7 +850,8 @@ def train(config):
     ledger = TensorLedger("tensor_parallel", config, device, model, lambda: [p.grad for p in params])
     parallel = TensorParallel(model, PLAN, config.sequence_parallel, config.overlap)
     params = list(model.parameters())
-    ledger.seen.clear()  # the whole model, which was there to be split
+    for count in ledger.known, ledger.alive, ledger.seen:  # the whole model, which was there to be split
+        count.clear()
     ledger.watch("parameters", params)
     optimizer = Optimizer(params, OPTIMIZERS[config.optim], lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
@@ -866,7 +867,8 @@ def train(config):
             model.zero_grad()
         ledger.log(step, loss, grad_norm)
     ledger.watch("optimizer", optimizer.tensors())
-    return ledger.close(parallel.gather(optimizer.state_dict_of(model)), *formulas(config, parallel))
+    whole = parallel.gather(optimizer.state_dict_of(model)) if config.save else None
+    return ledger.close(whole, *formulas(config, parallel))
 
 
 if __name__ == "__main__":
