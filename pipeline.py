@@ -259,7 +259,7 @@ class Optimizer:
         return {name: self.masters.get(tensor, tensor).detach() for name, tensor in tensors.items()}
 
 
-# Of a rank: "F" forward, "B" backward, or its half to the input if there is a "W", the half to the weights.
+# op: "F" forward; "B" backward, or where there is a "W" its half to the input; "W" its half to the weights.
 Action = namedtuple("Action", "op stage microbatch")
 
 
@@ -463,13 +463,16 @@ class Pipeline(nn.Module):
     """Runs a schedule of forwards and backwards of a model that is split over the ranks of `group`.
 
     layers: modules, each called with what the last one returned (the first with a step's input), the same on
-    all ranks; they must return one tensor, of the same shape for every microbatch, and work on meta tensors.
-    ends: where each stage ends, as from split_layers(). loss_function(output, target) is a mean. schedule: as
-    from build_schedule(). A parameter in layers of several ranks is tied: its copies get the sum of their
-    gradients. Rank 0's weights and buffers win, and the storages of what a rank does not need are emptied.
+    all ranks; they must return one tensor, of the same shape for every microbatch of every step, change no
+    input in place, and work on meta tensors. ends: where each stage ends, as from split_layers().
+    loss_function(output, target) is a mean. schedule: as from build_schedule(). A parameter in layers of
+    several ranks is tied: its copies get the sum of their gradients (0, where none has any). Rank 0's weights
+    and buffers win, and the storages of what a rank does not need are emptied. Pipelines side by side, each
+    of a `group` of its own, are made at the same time, by all ranks of the world.
 
-    step(inputs, targets), of lists of as many microbatches as the schedule has, leaves in .grad the gradients
-    of their mean loss and returns that loss; then clip_grad_norm_() and the optimizer follow.
+    step(inputs, targets), of lists of as many microbatches as the schedule has, the same on all ranks, leaves
+    in .grad the gradients of the mean of their losses and returns that mean; then clip_grad_norm_() and the
+    optimizer follow.
     """
 
     AHEAD = 2  # receives posted before they are needed, per sender
@@ -477,14 +480,16 @@ class Pipeline(nn.Module):
     def __init__(self, layers, ends, loss_function, schedule, group=None):
         super().__init__()
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.members = dist.get_process_group_ranks(group or dist.group.WORLD)  # their ranks in the world
         self.schedule, self.actions, self.last = schedule, schedule[self.rank], len(ends) - 1
         self.loss_function, self.splits = loss_function, any(action.op == "W" for action in schedule[0])
         self.microbatches = 1 + max(action.microbatch for action in schedule[0])
         stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
         self.stages = nn.ModuleDict({str(s): stages[s] for s in range(self.rank, len(ends), self.ranks)})
         self._share_out(stages)
-        self.whole = stages  # of the others' stages the shapes are left
+        self.all_stages = stages  # of the others' stages the shapes are left
         self._plan_messages()
+        self._make_groups()
         self._open_lanes()
         self.shapes, self.times, self.observer = None, [], None
 
@@ -494,7 +499,7 @@ class Pipeline(nn.Module):
         for s, stage in enumerate(stages):
             for tensor in (*stage.parameters(), *stage.buffers()):
                 owners.setdefault(tensor, []).append(s % self.ranks)
-        self.norm_params, self.tied, self.sizes, needed = [], [], [0] * self.ranks, set()
+        self.norm_params, self.ties, self.sizes, needed = [], {}, [0] * self.ranks, set()
         for tensor, ranks in owners.items():
             whole = tensor.detach().contiguous()
             dist.broadcast(whole, group_src=0, group=self.group)
@@ -504,11 +509,9 @@ class Pipeline(nn.Module):
             ranks = sorted(set(ranks))
             for rank in ranks:
                 self.sizes[rank] += tensor.numel()
-            learns = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            if learns and len(ranks) > 1:
-                tie = dist.new_group([dist.get_global_rank(self.group or dist.group.WORLD, r) for r in ranks])
-                self.tied += [(tensor, tie)] * (self.rank in ranks)
-            if learns and ranks[0] == self.rank:
+            if isinstance(tensor, nn.Parameter) and len(ranks) > 1:
+                self.ties[tensor] = ranks
+            if ranks[0] == self.rank:
                 self.norm_params.append(tensor)  # a tied one counts on one rank only
         for tensor in owners:  # some may share a storage
             if tensor.untyped_storage().data_ptr() not in needed:
@@ -520,7 +523,10 @@ class Pipeline(nn.Module):
         return stage % self.ranks if 0 <= stage <= self.last else None
 
     def _plan_messages(self):
-        """From everybody's schedule: what comes here and in which order, and what each message proves."""
+        """From everybody's schedule: what comes here and in which order, and what each message proves.
+
+        Whoever sends a result has received what it was made from, so that need not be kept any longer.
+        """
         self.incoming, self.proves = defaultdict(list), {}  # {sender: actions}, {action: actions}
         for sender, actions in enumerate(self.schedule):
             taken = []  # what the sender took from this rank since its last message to it
@@ -531,28 +537,39 @@ class Pipeline(nn.Module):
                     self.proves[action], taken = taken, []
         self.place = {action: i for actions in self.incoming.values() for i, action in enumerate(actions)}
 
-    def _open_lanes(self):
-        """A group for each pair of a sender and a receiver.
+    def _make_groups(self):
+        """Of those that share a parameter, and a lane of each sender and receiver.
 
         On NCCL the operations of a group run in the order of their calls, so a receive that was posted ahead
-        would hold up a send behind it. The first call connects, and waits until both are there: in one
-        order of the pairs on all ranks it cannot wait for ever, in the midst of a schedule it could.
+        would hold up a send behind it: hence the lanes. All ranks of the world must make each group.
         """
         sent = [(a.stage % self.ranks, self.receiver(a)) for actions in self.schedule for a in actions]
-        device = "cpu" if dist.get_backend(self.group) == "gloo" else torch.cuda.current_device()
-        token, self.lanes = torch.zeros(1, device=device), {}
-        for pair in sorted({(a, b) for a, b in sent if b not in (a, None)}):
-            ranks = [dist.get_global_rank(self.group or dist.group.WORLD, rank) for rank in pair]
-            self.lanes[pair] = dist.new_group(ranks)
-            if self.rank == pair[0]:
-                dist.send(token, ranks[1], group=self.lanes[pair])
-            elif self.rank == pair[1]:
-                dist.recv(token, ranks[0], group=self.lanes[pair])
+        pairs = {(a, b) for a, b in sent if b not in (a, None)}
+        named = lambda kind, ranks: (kind, *(self.members[rank] for rank in ranks))  # noqa: E731
+        wanted = {named("lane", pair) for pair in pairs} | {named("tie", r) for r in self.ties.values()}
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, wanted)  # there may be other pipelines
+        groups = {name: dist.new_group(name[1:]) for name in sorted(set().union(*everyone))}
+        self.lanes = {pair: groups[named("lane", pair)] for pair in sorted(pairs)}
+        mine = {tensor: ranks for tensor, ranks in self.ties.items() if self.rank in ranks}
+        self.tied = [(tensor, groups[named("tie", ranks)]) for tensor, ranks in mine.items()]
+
+    def _open_lanes(self):
+        """Send a number through each: the first call connects, and waits until both ends are there.
+
+        In one order of the lanes on all ranks it cannot wait for ever, in the midst of a schedule it could.
+        """
+        token = torch.zeros(1, device=next((p.device for p in self.parameters()), None))
+        for (sender, receiver), lane in self.lanes.items():
+            if self.rank == sender:
+                dist.send(token, self.members[receiver], group=lane)
+            elif self.rank == receiver:
+                dist.recv(token, self.members[sender], group=lane)
 
     def _find_shapes(self, x):
         """{stage: (shape, dtype) of its output}, by forwards on meta tensors, which change nothing."""
         self.shapes, x = {}, torch.empty_like(x, device="meta")
-        for s, stage in enumerate(self.whole[:-1]):
+        for s, stage in enumerate(self.all_stages[:-1]):
             tensors = itertools.chain(stage.named_parameters(), stage.named_buffers())
             shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
             with torch.no_grad():
@@ -589,21 +606,25 @@ class Pipeline(nn.Module):
             self.leaving[action] = self._start(dist.isend, tensor, self.rank, receiver), tensor
 
     def _start(self, transfer, tensor, sender, receiver):
-        other = receiver if sender == self.rank else sender
-        other = dist.get_global_rank(self.group or dist.group.WORLD, other)
+        other = self.members[receiver if sender == self.rank else sender]
         return transfer(tensor, other, group=self.lanes[sender, receiver])
 
     def _forward(self, action, x=None):
         stage, k = action.stage, action.microbatch
         x = self.inputs[k] if stage == 0 else x.requires_grad_()
         split = SplitBackward() if self.splits else nullcontext()
-        save = self.observer.save if self.observer else lambda tensor: tensor
-        with split, saved_tensors_hooks(save, lambda tensor: tensor) if self.observer else nullcontext():
+        watch = saved_tensors_hooks(self.observer.save, lambda x: x) if self.observer else nullcontext()
+        with split, watch:
             y = self.stages[str(stage)](x)
             if stage == self.last:
                 # Gradients add up over microbatches and we want their mean; each is a mean already.
                 y = self.loss_function(y, self.targets[k]) / self.microbatches
                 self.loss += y.detach()
+            else:
+                shape, dtype = self.shapes[stage]
+                if y.shape != shape:
+                    raise ValueError(f"stage {stage} returns {tuple(y.shape)}, not {tuple(shape)} as before")
+                y = y.to(dtype)  # autocast, which does not act on meta tensors, may have made it another
         # Backward begins at the edge; the value itself may go when it has arrived.
         seed = torch.ones_like(y) if stage == self.last else None
         self.alive[stage, k] = x, get_gradient_edge(y) if y.requires_grad else None, seed, split
@@ -615,7 +636,9 @@ class Pipeline(nn.Module):
             torch.autograd.backward(edge, seed if gradient is None else gradient)
         if self.splits:
             self.waiting[action[1:]] = split
-        return x.grad if action.stage > 0 else None
+        if action.stage == 0:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad  # the stage before waits for it
 
     def _weights(self, action):
         self.waiting.pop(action[1:]).weights()
@@ -624,6 +647,8 @@ class Pipeline(nn.Module):
         """Run the schedule on lists of microbatches. Returns their mean loss, on every rank."""
         if not len(inputs) == len(targets) == self.microbatches:
             raise ValueError(f"the schedule is of {self.microbatches} microbatches, not {len(inputs)}")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step() runs backward, too, so it cannot stand in no_grad()")
         self.inputs, self.targets, self.device = inputs, targets, inputs[0].device
         if self.shapes is None:
             self._find_shapes(inputs[0])
@@ -649,8 +674,9 @@ class Pipeline(nn.Module):
             work.wait()
         self.leaving = {}
         for param, tie in self.tied:
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            dist.all_reduce(param.grad, group=tie)
+            if param.requires_grad:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(param.grad, group=tie)
         dist.all_reduce(self.loss, group=self.group)
         return self.loss
 
@@ -951,9 +977,8 @@ class PipelineLedger(Ledger):
         t_f, t_b, t_w = (sum(t for (op, _), t in median.items() if op == name) / pipe.ranks for name in "FBW")
         m, v = pipe.microbatches, (pipe.last + 1) // pipe.ranks
         steps = list(zip(*histories))
-        delay = (
-            latency(steps) if self.result["device"] == "cpu" else 0.0
-        )  # ranks of GPUs have no common clock
+        # Ranks of GPUs have no common clock.
+        delay = latency(steps) if self.result["device"] == "cpu" else 0.0
         self.result |= {
             "schedule": config.schedule,
             "ranks": ranks,

@@ -305,7 +305,7 @@ class TensorGroup:
         return wait
 
     def start_sum(self, partial):
-        """What ends a split region, and what ends it in backward."""
+        """Start to sum partial results over ranks: for the whole, or for this rank's tokens of it."""
         return (self.start_reduce_scatter if self.sequence_parallel else self.start_all_reduce)(partial)
 
 
@@ -314,7 +314,7 @@ class Pair(torch.autograd.Function):
 
     All ranks compute the same loss, and each calls backward(). Yet gradients are not N times too large: of a
     tensor that all ranks have alike, each rank's gradient is the whole one; of a partial sum or of a shard,
-    its own. Wherever forward changes from one kind to the other, the second function takes back that step.
+    its own. Wherever forward changes from one kind to the other, backward changes back: it is its transpose.
     """
 
     @staticmethod
@@ -393,7 +393,7 @@ class OverlappedLinear(torch.autograd.Function):
 
 def column_parallel(x, weight, bias, tp):
     """x, whole or with sequence_parallel this rank's tokens -> (B, T, F/N), this rank's features."""
-    if tp.overlap and not torch.is_autocast_enabled(x.device.type):
+    if tp.overlap and not torch.is_autocast_enabled(x.device.type):  # which knows F.linear alone
         return OverlappedLinear.apply(x, weight, bias, tp)
     return F.linear(gather_sequence(x, tp) if tp.sequence_parallel else copy(x, tp), weight, bias)
 
@@ -469,7 +469,8 @@ class RowParallelLinear(Split):
     def forward(self, x):
         x = split_features(x, self.tp) if self.split_input else x
         y = leave(F.linear(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias  # once, after the sum, or it would be added N times
+        # Its bias once, after the sum, or it would be added N times.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(Split):
@@ -572,17 +573,19 @@ class TensorParallel(nn.Module):
     """Splits layers of `module`, in place, over the ranks of `group`, by a plan such as PLAN.
 
     All ranks get rank 0's weights and buffers, then keep their share; make the optimizer afterwards. After
-    the last backward() of a step clip_grad_norm_() must follow. Between a column- and a row-parallel layer
-    nothing else may learn (or its weight enters by copy(weight, tp)). With sequence_parallel what is not
-    split must work on this rank's tokens, (B, T/N, D), as in ParallelGPT. Raises ValueError for what N does
-    not divide, a pattern that fits no name, and a split parameter that is tied to another.
+    the last backward() of a step clip_grad_norm_() must follow, once: it completes the gradients. What else
+    learns between a column- and a row-parallel layer enters by copy(weight, tp). With sequence_parallel it
+    enters as it is, and what is not split must work on this rank's tokens, (B, T/N, D), as in ParallelGPT.
+    Raises ValueError for what N does not divide, a pattern that fits no name, and a split parameter that is
+    tied to another; the module is then spoilt.
     """
 
     def __init__(self, module, plan, sequence_parallel=False, overlap=True, group=None):
         super().__init__()
         self.module, self.tp = module, TensorGroup(sequence_parallel, overlap, group)
         for tensor in (*module.parameters(), *module.buffers()):
-            whole = tensor.detach().contiguous()
+            # A copy, as gloo's thread may hold on to what it sent for a while.
+            whole = tensor.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(whole, group_src=0, group=group)
             tensor.detach().copy_(whole)
         before = dict(module.named_parameters(remove_duplicate=False))
@@ -605,11 +608,10 @@ class TensorParallel(nn.Module):
     def _sum_replicated(self):
         """Each rank has heard of its own tokens: add up the gradients of what all ranks have."""
         learning = [p for p in self.replicated if p.grad is not None]
-        for dtype in dict.fromkeys(p.dtype for p in learning):
-            params = [p for p in learning if p.dtype == dtype]
-            flat = torch.cat([p.grad.flatten() for p in params])
+        if learning:
+            flat = torch.cat([p.grad.flatten() for p in learning])  # in the widest of their dtypes
             dist.all_reduce(flat, group=self.tp.group)
-            for p, gradient in zip(params, flat.split([p.numel() for p in params])):
+            for p, gradient in zip(learning, flat.split([p.numel() for p in learning])):
                 p.grad.copy_(gradient.view_as(p))
 
     def clip_grad_norm_(self, max_norm):
@@ -640,7 +642,7 @@ class TensorParallel(nn.Module):
             owner = self.module.get_submodule(path)
             if name_there in getattr(owner, "layout", ()):
                 tensor = owner.join(name_there, tensor)
-            whole |= {name: tensor} if self.tp.rank == 0 else {}
+            whole |= {name: tensor.cpu().clone()} if self.tp.rank == 0 else {}
         return whole
 
 
@@ -850,8 +852,7 @@ def train(config):
     ledger = TensorLedger("tensor_parallel", config, device, model, lambda: [p.grad for p in params])
     parallel = TensorParallel(model, PLAN, config.sequence_parallel, config.overlap)
     params = list(model.parameters())
-    for count in ledger.known, ledger.alive, ledger.seen:  # the whole model, which was there to be split
-        count.clear()
+    ledger.seen.clear()  # the whole model, which was there to be split
     ledger.watch("parameters", params)
     optimizer = Optimizer(params, OPTIMIZERS[config.optim], lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):

@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -185,7 +186,7 @@ LESSONS = [
         ),
         sent=pipeline_sent,
         keys=("schedule", "ranks", "latency_ms", "idle", "op_ms", "timeline"),
-        max_lines=1060,
+        max_lines=1085,
     ),
     Lesson(
         "tensor_parallel",
@@ -1988,6 +1989,89 @@ def test_a_pipeline_serves_any_layers_from_any_start():
     check_stages(PIPELINE)
 
 
+class Turn(nn.Module):
+    """(b, 4) -> (b, 4), by way of something else: what it returns is not contiguous, or has no gradient."""
+
+    def __init__(self, detach):
+        super().__init__()
+        self.detach = detach
+
+    def forward(self, x):
+        return x.detach() if self.detach else x.reshape(4, -1).t().sin()
+
+
+def beside_plain(path, schedule="1f1b", group=None, autocast=False, detach=False, later=False):
+    """On a rank: how far loss, norm and gradients are from the plain loop's, over the largest gradient.
+
+    later: a layer is frozen until the pipeline has been made.
+    """
+    lesson, rank, ranks = load(path), dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(3 + dist.get_rank() // 2 * (group is not None))
+    layers = [nn.Linear(4, 4), Turn(False), nn.Linear(4, 4), Turn(detach), nn.Linear(4, 4)]
+    layers = layers if autocast else [layer.double() for layer in layers]
+    plain, (inputs, targets) = copy.deepcopy(nn.Sequential(*layers)), torch.randn(2, 4, 4, 4)
+    inputs, targets = (x if autocast else x.double() for x in (inputs, targets))
+    layers[2].requires_grad_(not later)
+    plan = lesson.build_schedule(schedule, ranks, 4)
+    pipe = lesson.Pipeline(layers, [2, 5], F.mse_loss, plan, group)
+    layers[2].requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = pipe.step([*inputs], [*targets])
+        expected = sum(F.mse_loss(plain(x), y) / 4 for x, y in zip(inputs, targets))
+        expected.backward()
+    answers = [abs(loss.item() - expected.item())]
+    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    answers.append(abs(pipe.clip_grad_norm_(0).item() - norm.item()))
+    for stage, start in enumerate([0, 2]):
+        own = pipe.stages[str(stage)].named_parameters() if stage == rank else ()
+        for name, p in own:
+            index, _, name = name.partition(".")
+            pair = p, plain[start + int(index)].get_parameter(name)
+            ours, theirs = (torch.zeros_like(p) if p.grad is None else p.grad for p in pair)
+            answers.append((ours - theirs).abs().max().item())
+    return max(answers) / norm.item()
+
+
+def beside_each_other(path):
+    """On a rank of four: two pipelines of two."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return beside_plain(path, group=groups[dist.get_rank() // 2])
+
+
+def outputs_alive(path):
+    """The most outputs of a stage that live after an action; what is said of no_grad() and other shapes."""
+    lesson, alive, counts = load(path), [], []
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[0].register_forward_hook(lambda module, args, y: alive.append(weakref.ref(y)))
+    pipe = lesson.Pipeline(layers, [1, 2], F.mse_loss, lesson.build_schedule("interleaved", 1, 4, 2))
+    done = lambda action: counts.append(sum(y() is not None for y in alive))  # noqa: E731
+    batches = [list(torch.randn(4, 3, 4)) for _ in range(2)]
+    pipe.step(*batches)
+    alive.clear()
+    pipe.observer = types.SimpleNamespace(save=lambda x: x, done=done)
+    pipe.step(*batches)
+    pipe.observer = None
+    shorter = [[x[:2] for x in batch] for batch in batches]
+    with torch.no_grad():
+        says = raised(lambda: pipe.step(*batches))
+    return max(counts), says, raised(lambda: pipe.step(*shorter))
+
+
+def check_uses(path):
+    assert max(world(4).run(beside_each_other, path, timeout=10)) < 1e-12, "in groups of two"
+    assert max(world(2).run(beside_plain, path, "1f1b", None, False, True, timeout=10)) < 1e-12, "no gradient"
+    assert max(world(2).run(beside_plain, path, "1f1b", None, False, False, True)) < 1e-12, "unfrozen"
+    for schedule in ("1f1b", "zb-h1"):
+        assert max(world(2).run(beside_plain, path, schedule, None, True, timeout=20)) < 0.02, "autocast"
+    most, no_grad, shorter = world(1).run(outputs_alive, path)[0]
+    assert most <= 1, "outputs that have left are kept until backward"
+    assert "no_grad()" in no_grad and "not (3, 4) as before" in shorter
+
+
+def test_a_pipeline_serves_groups_autocast_and_layers_without_a_gradient():
+    check_uses(PIPELINE)
+
+
 def messages(path, schedule):
     """On a rank: its sends and receives in their order, with the forwards and backwards between them."""
     lesson, events = load(path), []
@@ -2140,7 +2224,12 @@ def test_tensor_parallel_comes_to_single_pys_numbers_in_every_way(flags, size):
 
 
 class Net(nn.Module):
-    """A residual MLP on (B, T, 12), as the lesson's but no GPT: frozen, without a bias, with a buffer."""
+    """A residual MLP on (B, T, 12), as the lesson's but no GPT: frozen, without a bias, with a buffer.
+
+    A gain learns where features are split: there it enters through `enter`.
+    """
+
+    enter = staticmethod(lambda gain: gain)
 
     def __init__(self):
         super().__init__()
@@ -2148,11 +2237,12 @@ class Net(nn.Module):
         self.gate, self.out = nn.Linear(12, 24, bias=False), nn.Linear(12, 12, bias=False)
         self.gate.weight.requires_grad_(False)
         self.norm.bias.requires_grad_(False)
+        self.gain = nn.Parameter(torch.rand(()))
         self.register_buffer("scale", torch.rand(12))
 
     def forward(self, x):
         y = self.norm(x) * self.scale
-        return x + self.out(self.down(F.gelu(self.up(y)) * self.gate(y)))
+        return x + self.out(self.down(self.enter(self.gain) * F.gelu(self.up(y)) * self.gate(y)))
 
 
 def serve_net(path, sequence_parallel, overlap, pairs=False):
@@ -2175,6 +2265,8 @@ def serve_net(path, sequence_parallel, overlap, pairs=False):
         "out": lambda linear, tp: linear if sequence_parallel else whole_row(lesson, linear, tp),
     }
     tensor = lesson.TensorParallel(nets[1], plan, sequence_parallel, overlap, group)
+    if not sequence_parallel:
+        nets[1].enter = lambda gain: lesson.copy(gain, tensor.tp)
     answers, inputs = [], [x.clone().requires_grad_(), x[:, own].clone().requires_grad_()]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
     for limit in (1.0, 1e3, 0):
@@ -2191,6 +2283,10 @@ def serve_net(path, sequence_parallel, overlap, pairs=False):
         inputs[0].grad = inputs[1].grad = None
     whole = tensor.gather(nets[1].state_dict())
     answers.append(apart(whole, nets[0].state_dict()) if rank == 0 else 0)
+    theirs = {p.untyped_storage().data_ptr() for p in nets[1].state_dict().values()}
+    assert all(t.untyped_storage().data_ptr() not in theirs for t in whole.values()), (
+        "the next step changes it"
+    )
     return max(answers)
 
 
@@ -2210,6 +2306,40 @@ def check_net(path, size=3):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_tensor_parallel_serves_any_module(size):
     check_net(TENSOR, size)
+
+
+def serve_autocast_net(path, sequence_parallel):
+    """On a rank: how far gradients under autocast are from the plain net's, over the largest; and dtypes."""
+    lesson, rank, ranks = load(path), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    plain, split = (nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2))
+    split.load_state_dict(plain.state_dict())
+    plan = {"0": lesson.ColumnParallelLinear, "2": lesson.RowParallelLinear}
+    tensor, x = lesson.TensorParallel(split, plan, sequence_parallel), torch.randn(3, 2 * ranks, 8)
+    own = x[:, 2 * rank : 2 * rank + 2] if sequence_parallel else x
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = plain(x), tensor(own)
+    for y in outputs:
+        y.float().square().sum().backward()
+    tensor.clip_grad_norm_(0)
+    shards = {f"{i}.{name}": p.grad for i in (0, 2) for name, p in split[i].named_parameters()}
+    whole = tensor.gather(shards)
+    errors = [
+        (whole[name] - p.grad).abs().max() / p.grad.abs().max()
+        for name, p in plain.named_parameters()
+        if whole
+    ]
+    return max(errors, default=torch.zeros(())).item(), [y.dtype for y in outputs]
+
+
+def check_autocast_net(path):
+    for sequence_parallel in (False, True):
+        for error, dtypes in world(2).run(serve_autocast_net, path, sequence_parallel, timeout=20):
+            assert error < 0.05 and dtypes[0] == dtypes[1] == torch.bfloat16
+
+
+def test_tensor_parallel_serves_autocast():
+    check_autocast_net(TENSOR)
 
 
 def serve_layers(path, vocab, sequence_parallel):
@@ -3334,17 +3464,18 @@ def test_every_lesson_runs_over_two_hosts(tmp_path):
     script.write_text(ON_A_HOST)
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     command = [str(ROOT / "tools" / "hosts.sh"), "2", "1gbit", "--", str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    if "Operation not permitted" in done.stderr:
+    process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
+    out, errors = process.communicate(timeout=240)
+    if "Operation not permitted" in errors:
         pytest.skip("this machine allows no network namespaces")
-    assert done.returncode == 0, done.stderr
-    losses = dict(json.loads(line) for line in re.findall(r"^LOSSES (.*)$", done.stdout, re.M))
+    assert process.returncode == 0, errors
+    losses = dict(json.loads(line) for line in re.findall(r"^LOSSES (.*)$", out, re.M))
     assert list(losses) == [lesson.name for lesson in RANKED]
     for name, own in losses.items():
         plain, _ = run(SINGLE, 1, f"{TINY} --batch 12 --dtype fp64")
         assert apart(own, plain["losses"]) <= 1e-10, name
     left = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-    assert not re.search(r"^md\d+-", left, re.M), "namespaces are left behind"
+    assert f"md{process.pid}-" not in left, "namespaces are left behind"
 
 
 def test_hosts_sh_says_how_to_call_it():
@@ -4349,6 +4480,8 @@ CHECKS = {
     "split": lambda lesson, path, tmp_path: check_split(path),
     "messages": lambda lesson, path, tmp_path: check_messages(path),
     "stages": lambda lesson, path, tmp_path: check_stages(path),
+    "uses": lambda lesson, path, tmp_path: check_uses(path),
+    "autocast": lambda lesson, path, tmp_path: check_autocast_net(path),
     "sequence": lambda lesson, path, tmp_path: check_tensor(path, " --sequence-parallel", 3),
     "net": lambda lesson, path, tmp_path: check_net(path),
     "groups": lambda lesson, path, tmp_path: check_net(path, 4),
@@ -4599,7 +4732,7 @@ MUTANTS += [
     ("pipeline", "published", "latency * (need.stage % p != rank)", "latency"),
     ("pipeline", "1f1b", "self.targets[k]) / self.microbatches", "self.targets[k])"),
     ("pipeline", "1f1b", "            dist.all_reduce(param.grad, group=tie)\n", "            pass\n"),
-    ("pipeline", "1f1b", "if learns and ranks[0] == self.rank:", "if learns and self.rank in ranks:"),
+    ("pipeline", "1f1b", "if ranks[0] == self.rank:", "if self.rank in ranks:"),
     ("pipeline", "1f1b", "        dist.all_reduce(total, group=self.group)\n", ""),
     ("pipeline", "1f1b", "        dist.all_reduce(self.loss, group=self.group)\n", ""),
     ("pipeline", "1f1b", "everyone[::-1]", "everyone[:1]"),
@@ -4607,8 +4740,8 @@ MUTANTS += [
     (
         "pipeline",
         "1f1b",
-        "        return x.grad if action.stage > 0 else None",
-        "        return 2 * x.grad if action.stage > 0 else None",
+        "else x.grad  # the stage before",
+        "else 2 * x.grad  # the stage before",
     ),
     ("pipeline", "1f1b", "                tensor.untyped_storage().resize_(0)\n", "                pass\n"),
     ("pipeline", "messages", "        work.wait()\n        for taken", "        for taken"),
@@ -4636,8 +4769,8 @@ MUTANTS += [
     (
         "pipeline",
         "stages",
-        "if learns and len(ranks) > 1:",
-        "if learns and len(ranks) > 1 and tensor.dim() > 1:",
+        "if isinstance(tensor, nn.Parameter) and len(ranks) > 1:",
+        "if isinstance(tensor, nn.Parameter) and len(ranks) > 1 and tensor.dim() > 1:",
     ),
     ("pipeline", "stages", "if y.requires_grad else None, seed", ", seed"),
     (
@@ -4651,9 +4784,22 @@ MUTANTS += [
     (
         "pipeline",
         "messages",
-        "self.lanes[pair] = dist.new_group(ranks)",
-        "self.lanes[pair] = self.lanes.get(pair[::-1]) or dist.new_group(ranks)",
+        'groups[named("lane", pair)]',
+        'groups[named("lane", sorted(pair))]',
     ),
+    ("pipeline", "uses", "*(self.members[rank] for rank in ranks)", "*ranks"),
+    ("pipeline", "uses", "set().union(*everyone)", "wanted"),
+    ("pipeline", "uses", "y = y.to(dtype)", "pass"),
+    ("pipeline", "uses", "if y.shape != shape:", "if False:"),
+    ("pipeline", "uses", "get_gradient_edge(y) if", "y if"),
+    ("pipeline", "uses", "tensor = tensor.contiguous()", "tensor = tensor"),
+    ("pipeline", "uses", " or torch.is_autocast_enabled(input.device.type)", ""),
+    ("pipeline", "uses", "torch.zeros_like(x) if x.grad is None else x.grad", "x.grad"),
+    ("pipeline", "uses", "if not torch.is_grad_enabled():", "if False:"),
+    ("pipeline", "uses", "if ranks[0] == self.rank:", "if ranks[0] == self.rank and tensor.requires_grad:"),
+    ("tensor_parallel", "autocast", "overlap and not torch.is_autocast_enabled(x.device.type):", "overlap:"),
+    ("tensor_parallel", "autocast", "self.bias.to(y.dtype)", "self.bias"),
+    ("tensor_parallel", "net", "tensor.cpu().clone()}", "tensor}"),
     (
         "pipeline",
         "messages",

@@ -64,7 +64,6 @@ PRETEND = {  # {(where, name): what stands in its place during the run}
     (torch.utils, "swap_tensors"): lambda param, moved: setattr(param, "data", moved.data),
     # Without data all storages have the address 0; pipeline.py tells them apart by it.
     (torch.UntypedStorage, "data_ptr"): lambda storage: storage._cdata,
-    (torch.cuda, "current_device"): lambda: "cpu",  # pipeline.py asks for it over NCCL
     (os, "posix_fallocate"): lambda *_: None,  # checkpointing.py's file for what it offloads stays empty
 }
 
