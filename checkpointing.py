@@ -311,10 +311,9 @@ class Checkpoint:
     def __init__(self, function, args, kwargs, keep, hooks):
         self.function, self.keep = function, keep
         leaves, self.structure = tree_flatten((args, kwargs))
-        self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self.others = [None if tensor else leaf for tensor, leaf in zip(self.is_tensor, leaves)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.learns = [tensor.requires_grad for tensor in tensors]
+        self.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.learns = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         self.surroundings = Surroundings(tensors)
         # A node that holds the inputs as autograd would: hooks of checkpoints around this one see them too.
         with saved_tensors_hooks(*hooks) if hooks else nullcontext():
@@ -340,9 +339,10 @@ class Checkpoint:
 
     def arguments(self):
         """As the function got them, on a graph of their own."""
-        tensors = zip(self.inputs.saved_tensors, self.learns)
-        tensors = iter([x.detach().requires_grad_(learns) for x, learns in tensors])
-        leaves = [next(tensors) if tensor else leaf for tensor, leaf in zip(self.is_tensor, self.others)]
+        tensors, leaves = iter(self.inputs.saved_tensors), list(self.others)  # the hooks bring them back
+        for i, learns in enumerate(self.learns):
+            if learns is not None:
+                leaves[i] = next(tensors).detach().requires_grad_(learns)
         return tree_unflatten(leaves, self.structure)
 
     def _compute_again(self):
@@ -370,9 +370,8 @@ class Checkpoint:
     def forget_outputs(self):
         """Those that nothing needs again."""
         del self.outputs[self.outputs_needed :]
-        for leaf in tree_leaves([result for _, result, _ in self.outputs]):
-            if isinstance(leaf, torch.Tensor):
-                self.watch(leaf)
+        for leaf in tensors_in([result for _, result, *_ in self.outputs]):
+            self.watch(leaf)
 
 
 def checkpoint(function, *args, keep=(), hooks=None, **kwargs):
@@ -380,9 +379,10 @@ def checkpoint(function, *args, keep=(), hooks=None, **kwargs):
 
     The arguments may be nested, and need not be tensors. The function runs twice, side effects and all; it
     may draw from torch's default random generators, but must save tensors of the same shapes for backward
-    each time, or RuntimeError, and its parameters must not change before. keep: ATen operators whose outputs
-    are kept, such as EXPENSIVE. hooks: (put, get) of its argument tensors, which nobody may change in place:
-    what put(tensor) returns is kept, and get() makes a tensor of it again.
+    each time, or RuntimeError, and its parameters must not change in between. keep: ATen operators whose
+    outputs are kept, such as EXPENSIVE, and must not change either (RuntimeError). hooks: (put, get) of its
+    argument tensors, which nobody may change in place: what put(tensor) returns is kept, and get() makes a
+    tensor of it again.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -397,6 +397,15 @@ def describe(tensor):
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
+def tensors_in(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def versions(tree):
+    """How often each tensor has been changed in place."""
+    return [tensor._version for tensor in tensors_in(tree)]
+
+
 class Record(TorchDispatchMode):
     """Keeps the outputs of some operators for Replay, and the random state after those that are random."""
 
@@ -405,17 +414,21 @@ class Record(TorchDispatchMode):
         self.checkpoint, self.storages = checkpoint, set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for argument, value in zip(function._schema.arguments, args):
-            written = argument.alias_info and argument.alias_info.is_write and isinstance(value, torch.Tensor)
-            if written and value.untyped_storage()._cdata in self.storages:
+        kwargs = kwargs or {}
+        for i, argument in enumerate(function._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            written = tensors_in(value) if argument.alias_info and argument.alias_info.is_write else ()
+            if any(tensor.untyped_storage()._cdata in self.storages for tensor in written):
                 raise RuntimeError(f"{function} changes in place what the checkpoint keeps")
-        result = function(*args, **(kwargs or {}))
+        result = function(*args, **kwargs)
         if function in self.checkpoint.keep:
-            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            self.storages |= {tensor.untyped_storage()._cdata for tensor in tensors}
+            self.storages |= {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
             random = torch.Tag.nondeterministic_seeded in function.tags
             after = Surroundings(tree_leaves(result)) if random else None
-            self.checkpoint.outputs.append((function, tree_map(without_graph, result), after))
+            # Without this a detach() below autograd counts changes in place anew.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                kept = tree_map(without_graph, result)
+            self.checkpoint.outputs.append((function, kept, versions(kept), after))
         return result
 
 
@@ -430,9 +443,11 @@ class Replay(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function not in self.keep:
             return function(*args, **(kwargs or {}))
-        recorded, result, after = next(self.outputs, (None, None, None))
+        recorded, result, before, after = next(self.outputs, (None,) * 4)
         if recorded is not function:
             raise RuntimeError(f"computed again, it called {function} in place of {recorded}")
+        if versions(result) != before:
+            raise RuntimeError(f"what the checkpoint keeps of {function} was changed in place")
         if after:
             after.set_random()
         return tree_map(without_graph, result)
@@ -471,13 +486,14 @@ class Partitioned:
         piece = x.detach().flatten()[self.rank * share : (self.rank + 1) * share]
         own[: len(piece)] = piece
         Checkpoint.watch(own)
-        return own, x.shape
+        return own, torch.empty_like(x, device="meta")  # its shape and strides
 
     def get(self, kept):
-        own, shape = kept
+        own, like = kept
         whole = own.new_empty(self.ranks * len(own))
         all_gather(whole, own, group=self.group)
-        x = whole[: shape.numel()].view(shape)
+        x = whole[: like.numel()].view(like.shape)
+        x = x if like.is_contiguous() else torch.empty_like(like, device=x.device).copy_(x)
         Checkpoint.watch(x)
         return x
 
@@ -498,18 +514,19 @@ class Offloaded:
     """Hooks that move tensors to the host and fetch them one ahead (P_a+cpu of arXiv 1910.02054).
 
     On a GPU copies go to pinned memory, on a stream of their own; on a CPU to a file, on a thread of its own.
-    capacity: the most bytes there at a time (room is used again when all is back). OSError if the folder has
-    none for that.
+    capacity: the most bytes there at a time. Room is used again when all is back, so schedules that always
+    keep some checkpoint are not for this. OSError if the folder has no room for that.
     """
 
     def __init__(self, device, capacity, folder=None):
         self.tickets, self.top, self.last, self.stream = 0, 0, None, None
         if device.type == "cuda":
             self.memory = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
-            self.stream = torch.cuda.Stream()
+            self.stream = torch.cuda.Stream(device)
         else:
             with tempfile.TemporaryFile(dir=folder) as file:  # it has no name, and goes with its last user
-                os.posix_fallocate(file.fileno(), 0, capacity)
+                reserve = getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))
+                reserve(file.fileno(), 0, capacity)
                 self.memory = torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(capacity,)))
             self.thread = ThreadPoolExecutor(1)
 

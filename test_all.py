@@ -205,7 +205,7 @@ LESSONS = [
         bad_on_ranks=("--batch 7 --accum 2",),
         keys=("policy", "every", "attention", "context", "forward_backward_ms", "flops"),
         held=("activations",),
-        max_lines=890,
+        max_lines=905,
     ),
 ]
 SINGLE, THREADS, ASYNC, DDP = (
@@ -2773,14 +2773,39 @@ def misrecompute(path):
     def kept_in_place(x):
         return (x @ weight).mul_(2).sin().sum()
 
+    def another_dtype(x):
+        y = x.double() if state["changed"] else x.float()
+        return y.tanh().sum()
+
     def catching(x):
         try:
             return (x @ weight).tanh().sum()
         except Exception:
             return x.sum()
 
+    def kept_in_a_list(x):
+        y = x @ weight
+        torch._foreach_mul_([y], 2.0)
+        return y.sin().sum()
+
+    def kept_as_out(x):
+        y = x @ weight.detach()
+        with torch.no_grad():
+            torch.mul(y, 2, out=y)
+        return (y * weight).sin().sum()
+
     plain = torch.randn(4, 4, requires_grad=True)
     lesson.checkpoint(catching, plain).backward()
+    y, more = lesson.checkpoint(lambda x: (x @ weight, (x @ weight).sin()), plain, keep=lesson.EXPENSIVE)
+    y.mul_(2)
+    assert "was changed in place" in raised((y.sum() + more.sum()).backward)
+    y, more = lesson.checkpoint(lambda x: (h := x @ weight, h.sin()), plain, keep=lesson.EXPENSIVE)
+    y.mul_(2)
+    assert "was changed in place" in raised((y.sum() + more.sum()).backward)
+    for function in kept_in_a_list, kept_as_out:
+        assert "in place what the" in raised(
+            lambda f=function: lesson.checkpoint(f, plain, keep=lesson.EXPENSIVE)
+        )
     says.append(raised(lambda: lesson.checkpoint(kept_in_place, plain, keep=lesson.EXPENSIVE)))
     says.append(raised(lesson.checkpoint(in_place, plain).backward))
     for function, keep in ((another_shape, ()), (fewer, ()), (another_operator, lesson.EXPENSIVE)):
@@ -2788,6 +2813,10 @@ def misrecompute(path):
         loss = lesson.checkpoint(function, torch.randn(4, 4, requires_grad=True), keep=keep)
         state["changed"] = True
         says.append(raised(loss.backward))
+    state["changed"] = False
+    loss = lesson.checkpoint(another_dtype, torch.randn(4, 4, requires_grad=True))
+    state["changed"] = True
+    assert "came in place of" in raised(loss.backward)
     host = lesson.Offloaded(torch.device("cpu"), 100)
     says.append(raised(lambda: lesson.checkpoint(torch.tanh, torch.randn(40), hooks=(host.put, host.get))))
     return says
@@ -2805,6 +2834,45 @@ def check_misrecompute(path):
 
 def test_a_function_that_changes_is_found_out():
     check_misrecompute(CHECKPOINTING)
+
+
+def partitioned_in_pairs(path):
+    """On a rank of four: a gradient with a transposed input that two ranks share, and what it should be."""
+    lesson, rank = load(path), dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    hooks = lesson.Partitioned(groups[rank // 2])
+    torch.manual_seed(rank // 2)
+    x, weight = torch.randn(5, 3).t().requires_grad_(), torch.randn(15, requires_grad=True)
+    function = lambda x: (x.t().view(-1).sin() * weight).sin().sum()  # noqa: E731
+    lesson.checkpoint(function, x, hooks=(hooks.put, hooks.get)).backward()
+    found = weight.grad
+    weight.grad = None
+    function(x).backward()
+    return torch.equal(found, weight.grad)
+
+
+def on_the_way_out(path):
+    """On a rank: when copies to the host start, and when they are waited for."""
+    lesson, events = load(path), []
+    host = lesson.Offloaded(torch.device("cpu"), 10**4)
+
+    def move(ticket, x, out):
+        events.append(("start", ticket.place.start))
+        return lambda: events.append(("wait", ticket.place.start))
+
+    host._move = move
+    kept = [host.put(torch.ones(16)) for _ in range(3)]
+    return events if len(kept) == 3 else None
+
+
+def check_hooks(path):
+    assert all(world(4).run(partitioned_in_pairs, path, timeout=20)), "in groups of two, transposed"
+    events = world(1).run(on_the_way_out, path)[0]
+    assert events == [("start", 0), ("wait", 0), ("start", 64), ("wait", 64), ("start", 128)]
+
+
+def test_partitioned_serves_groups_and_offloaded_one_copy_at_a_time():
+    check_hooks(CHECKPOINTING)
 
 
 def twice(path):
@@ -4488,6 +4556,7 @@ CHECKS = {
     "policy": lambda lesson, path, tmp_path: [check_policy(path, f" --policy {p}", 2) for p in POLICIES],
     "bitwise": lambda lesson, path, tmp_path: check_bitwise(path, 2),
     "changes": lambda lesson, path, tmp_path: check_misrecompute(path),
+    "hooks": lambda lesson, path, tmp_path: check_hooks(path),
     "again": lambda lesson, path, tmp_path: check_twice(path),
     "activations": lambda lesson, path, tmp_path: check_activations(path, 2),
     "peak": lambda lesson, path, tmp_path: check_beside_torchs(path),
@@ -4974,8 +5043,8 @@ MUTANTS += [
     (
         "checkpointing",
         "bitwise",
-        "x = whole[: shape.numel()]",
-        "x = whole.view(self.ranks, -1).flip(0).flatten()[: shape.numel()]",
+        "x = whole[: like.numel()]",
+        "x = whole.view(self.ranks, -1).flip(0).flatten()[: like.numel()]",
     ),
     ("checkpointing", "bitwise", "start, self.top = self.top, self.top +", "start, self.top = 0, 0 +"),
     ("checkpointing", "changes", "if describe(tensor) != self.saved[count]:", "if False:"),
@@ -4987,7 +5056,20 @@ MUTANTS += [
     ),
     ("checkpointing", "changes", "if recorded is not function:", "if False:"),
     ("checkpointing", "changes", "if tensor._version != version:", "if False:"),
-    ("checkpointing", "changes", "if written and value", "if False and value"),
+    ("checkpointing", "changes", "for tensor in written):", "for tensor in ()):"),
+    (
+        "checkpointing",
+        "changes",
+        "written = tensors_in(value)",
+        "written = tensors_in([value][:1 - (type(value) is list)])",
+    ),
+    ("checkpointing", "changes", "else kwargs.get(argument.name)", "else None"),
+    ("checkpointing", "changes", "if versions(result) != before:", "if False:"),
+    ("checkpointing", "changes", "DispatchKey.ADInplaceOrView, False)", "DispatchKey.ADInplaceOrView, True)"),
+    ("checkpointing", "hooks", "all_gather(whole, own, group=self.group)", "all_gather(whole, own)"),
+    ("checkpointing", "hooks", "x = x if like.is_contiguous() else", "x = x if True else"),
+    ("checkpointing", "hooks", "            last.wait()\n", "            pass\n"),
+    ("checkpointing", "changes", "tuple(tensor.shape), tensor.dtype, ", "tuple(tensor.shape), "),
     ("checkpointing", "changes", "class EnoughComputed(BaseException)", "class EnoughComputed(Exception)"),
     ("checkpointing", "changes", "if self.top > len(self.memory):", "if False:"),
     (
