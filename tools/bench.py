@@ -18,10 +18,11 @@ runs --steps (3) steps, and each round starts with another one. A line shows the
 the ratio of the lesson's time to it: its median, least and greatest over the rounds. A ratio below 1 means
 that the lesson was faster. Then each contender runs three steps in processes of its own: "live" is the most
 bytes that tensors took at once in the third step (on a GPU, that were allocated), "process" what the process
-took.
+took. All contenders' models are there at the same time, so choose a size of which so many fit.
 
-With --hosts the bytes are counted that each host really sent, and no step can take less than the floor: the
-longer of compute alone (1/N of the batch through the whole model, and no word to anybody) and bytes / rate.
+With --hosts the bytes are counted that each host really sent, and the floor is what a step can hardly be
+shorter than: the longer of compute alone (1/N of the batch through the whole model and its optimizer, and no
+word to anybody) and bytes / rate.
 
 dp_threads and dp_async are one process, so they and their contenders are run as commands, each once a
 round, for --steps (20) steps. A run's time is the median of its steps, so its start is left out. Fresh loss
@@ -30,14 +31,17 @@ is that of the saved weights on batches that no run has seen.
 
 import argparse
 import datetime
+import functools
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
 import re
 import resource
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -63,9 +67,10 @@ LESSONS = ("dp_threads", "dp_async", "ddp", "zero1", "zero2", "zero3", *WHOLE)
 # ---- on a rank ----
 
 
-def finish():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # between timed stretches, never within a step
+def finish(device):
+    """Wait for all that was begun, on all streams, by all ranks: between timed stretches, never in a step."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     dist.barrier()
 
 
@@ -76,20 +81,17 @@ def bytes_sent():
     return next((int(line.split()[9]) for line in lines if line.strip().startswith(f"{link}:")), 0)
 
 
-def timed(entry, batches, config):
-    """(ms, bytes sent) of a step, over --steps steps on this rank."""
-    finish()
+def timed(step, times, device):
+    """(ms, bytes sent) of a step, of so many on this rank.
+
+    By the clock on the wall, as CUDA's events on one stream would leave out what other streams still send.
+    """
+    finish(device)
     before, start = bytes_sent(), time.perf_counter()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if batches[0][0].is_cuda else []
-    for event in events[:1]:
-        event.record()
-    for _ in range(config.steps):
-        entry.step(batches, config)
-    for event in events[1:]:
-        event.record()
-    finish()
-    ms = events[0].elapsed_time(events[1]) if events else 1e3 * (time.perf_counter() - start)
-    return ms / config.steps, (bytes_sent() - before) / config.steps
+    for _ in range(times):
+        step()
+    finish(device)
+    return 1e3 * (time.perf_counter() - start) / times, (bytes_sent() - before) / times
 
 
 class Race:
@@ -102,21 +104,23 @@ class Race:
         self.device, text = lesson.set_up(self.config)
         torch.set_num_threads(1)
         also = {f"{lesson.__name__}.py {more}": more for more in bench.also}
-        also = {title: lesson.parse([*flags, *shlex.split(more)]) for title, more in also.items()}
-        for config in also.values():
+        self.configs = {title: lesson.parse([*flags, *shlex.split(more)]) for title, more in also.items()}
+        for config in self.configs.values():
             lesson.set_up(config)
-        self.builders = contenders(lesson, self.config, self.device, also)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        batches = lambda *share: list(lesson.microbatches(self.config, text, 1, self.device, *share))  # noqa: E731
-        if self.config.batch % (ranks * self.config.accum):
-            sys.exit(f"--batch {self.config.batch}: must be a multiple of {ranks} ranks x --accum")
-        self.share = batches(rank, ranks)
-        self.batches = batches() if lesson.__name__ in WHOLE else self.share
-        kernel = getattr(lesson, "KERNELS", {}).get(getattr(self.config, "attention", None))
-        self.kernel = lambda: sdpa_kernel(kernel) if kernel else nullcontext()
+        self.builders = contenders(lesson, self.config, self.device, self.configs)
+        whole, share = lesson.__name__ in WHOLE, (dist.get_rank(), dist.get_world_size())
+        self.batches = {}
+        for title in self.builders:
+            share_of = () if whole and title != ALONE else share
+            config = self.configs.setdefault(title, self.config)
+            self.batches[title] = list(lesson.microbatches(config, text, 1, self.device, *share_of))
+        self.kernels = getattr(lesson, "KERNELS", {})
 
     def step(self, title, entry):
-        entry.step(self.share if title == ALONE else self.batches, self.config)
+        config = self.configs[title]
+        kernel = self.kernels.get(getattr(config, "attention", None))
+        with sdpa_kernel(kernel) if kernel else nullcontext():
+            entry.step(self.batches[title], config)
 
     def compare(self, entries):
         """End all if some weights differ after three steps. Returns the largest difference."""
@@ -128,7 +132,8 @@ class Race:
         for title, entry in others:
             weights = entry.weights()  # with the help of all ranks
             pairs = ((expected[key].double(), weights[key].double()) for key in expected)
-            apart = max(((a - b.to(a.device)).abs().max().item() for a, b in pairs), default=0)
+            each = [(a - b.to(a.device)).abs().max().cpu() for a, b in pairs]
+            apart = torch.stack(each).max().item() if each else 0  # nan, if any is
             if title == ALONE and dist.get_world_size() > 1:
                 continue
             if not apart < TOLERANCE[self.config.dtype]:
@@ -141,24 +146,27 @@ class Race:
         entries = {title: build() for title, build in self.builders.items() if build}
         apart, titles = self.compare(entries), list(entries)
         rows = {title: {"times": [], "sent": []} for title in titles}
-        with self.kernel():
-            for turn in range(rounds):
-                for title in titles[turn % len(titles) :] + titles[: turn % len(titles)]:
-                    batches = self.share if title == ALONE else self.batches
-                    numbers = torch.tensor(timed(entries[title], batches, self.config), dtype=torch.double)
-                    numbers = numbers.to(self.device)
-                    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)  # the slowest rank, and the busiest
-                    rows[title]["times"].append(numbers[0].item())
-                    rows[title]["sent"].append(numbers[1].item())
+        for turn in range(rounds):
+            for title in titles[turn % len(titles) :] + titles[: turn % len(titles)]:
+                step = functools.partial(self.step, title, entries[title])
+                numbers = torch.tensor(timed(step, self.config.steps, self.device), dtype=torch.double)
+                numbers = numbers.to(self.device)
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX)  # the slowest rank, and the busiest
+                rows[title]["times"].append(numbers[0].item())
+                rows[title]["sent"].append(numbers[1].item())
         missing = [title for title, build in self.builders.items() if not build]
         return {"apart": apart, "rows": rows, "missing": missing}
 
     def memory(self, title):
         """[live, process]: bytes of one contender in three steps, the most of any rank."""
         entry = self.builders[title]()
-        for _ in range(3):
+        for i in range(3):
+            if self.device.type == "cuda" and i == 2:
+                torch.cuda.reset_peak_memory_stats()
             self.step(title, entry)
-        process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        process = (1 if sys.platform == "darwin" else 1024) * resource.getrusage(
+            resource.RUSAGE_SELF
+        ).ru_maxrss
         live = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
         if live is None:  # once more, as the profiler sees only what is born under its eyes
             del entry
@@ -192,14 +200,28 @@ def peak_of(events):
 def main_of_rank(bench, flags):
     name = bench.lessons[0]
     race = Race(importlib.import_module(name), bench, flags)
-    with race.kernel():
-        result = race.memory(bench.alone) if bench.alone else race.run(bench.rounds)
+    result = race.memory(bench.alone) if bench.alone else race.run(bench.rounds)
     if dist.get_rank() == 0:
         Path(bench.out).write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
 # ---- around the ranks ----
+
+
+def launcher(ranks):
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+
+
+def call(command, **options):
+    """Its exit code. If this process is told to end, the other one ends first, and what it started."""
+    process = subprocess.Popen(command, **options)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def launch(name, bench, flags, *more):
@@ -210,17 +232,20 @@ def launch(name, bench, flags, *more):
     also = [f"--also={text}" for text in bench.also]
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out.json"
-        own = [f"--rounds={bench.rounds}", *also, "--out", out, *more]
+        own = [f"--ranks={bench.ranks}", f"--rounds={bench.rounds}", *also, "--out", out, *more]
         environment = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
-        done = subprocess.run([*start, os.path.abspath(__file__), name, *own, *flags], env=environment)
-        if done.returncode:
-            sys.exit(f"tools/bench.py: {name} ended with exit code {done.returncode}")
+        code = call([*start, os.path.abspath(__file__), name, *own, *flags], env=environment)
+        if code:
+            sys.exit(f"bench.py: {name} ended with exit code {code}")
         return json.loads(Path(out).read_text())
 
 
 def bytes_per_second(rate):
-    """Of a rate in tc's words: 1gbit, 100mbit."""
-    number, unit = re.fullmatch(r"([\d.]+)([kmg]?)bit", rate).groups()
+    """Of a rate in tc's words: 1gbit, 100mbit. ValueError if it is none."""
+    words = re.fullmatch(r"(\d+\.?\d*)([kmg]?)bit", rate)
+    if not words:
+        raise ValueError(f"--rate {rate}: must be like 1gbit or 100mbit")
+    number, unit = words.groups()
     return float(number) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8
 
 
@@ -248,18 +273,21 @@ def show(name, bench, flags, result, table):
     where = f"{bench.hosts} hosts, {bench.rate}" if bench.hosts > 1 else f"{bench.ranks} ranks, one host"
     print(f"{name} {' '.join(flags)} | {where} | {bench.rounds} rounds | torch {torch.__version__}")
     print(f"after 3 steps weights differ by {result['apart']:.1e} at most")
-    heading = f"{'':<36}{'ms/step':>9}{'ratio':>8}{'least':>8}{'most':>8}"
+    wide = max(map(len, [*table, *result["missing"]]))
+    heading = f"  {'':<{wide}}{'ms/step':>9}{'ratio':>8}{'least':>8}{'most':>8}"
     heading += f"{'live MB':>10}{'process':>9}" if bench.memory else ""
     print(heading + (f"{'sent MB':>10}{'floor':>9}{'/floor':>8}" if bench.hosts > 1 else ""))
     for title, row in table.items():
-        line = f"  {title:<34}{row['ms']:>9.1f}{row['ratio']:>8.3f}{row['least']:>8.3f}{row['most']:>8.3f}"
+        line = (
+            f"  {title:<{wide}}{row['ms']:>9.1f}{row['ratio']:>8.3f}{row['least']:>8.3f}{row['most']:>8.3f}"
+        )
         if bench.memory:
             line += f"{row['live_bytes'] / 1e6:>10.2f}{row['process_bytes'] / 1e6:>9.0f}"
         if bench.hosts > 1:
             line += f"{row['sent'] / 1e6:>10.2f}{row['floor_ms']:>9.1f}{row['ms'] / row['floor_ms']:>8.2f}"
         print(line)
     for title in result["missing"]:
-        print(f"  {title:<34} not installed")
+        print(f"  {title:<{wide}} not installed")
     print(flush=True)
 
 
@@ -267,10 +295,6 @@ def show(name, bench, flags, result, table):
 
 THREADS = {"dp_threads": "--replicas", "dp_async": "--workers"}
 FRESH = range(10**6, 10**6 + 8)  # steps whose batches no run has seen
-
-
-def launcher(ranks):
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
 
 
 def commands(name, bench, flags):
@@ -284,15 +308,12 @@ def commands(name, bench, flags):
         entries["ddp.py"] = [*launcher(bench.ranks), str(ROOT / "ddp.py"), *flags]
         entries["single.py"] = [*script("single"), *flags]
         if torch.cuda.device_count() > 1:
-            entries["torch DataParallel"] = [
-                sys.executable,
-                os.path.abspath(__file__),
-                "--data-parallel",
-                *flags,
-            ]
+            entries["torch DataParallel"] = [sys.executable, __file__, "--data-parallel", *flags]
     else:  # as many updates as asp makes, each from as many sequences, and none of them stale
-        config, known = importlib.import_module("single").flags().parse_known_args(flags)
-        plain = [flag for flag in flags if flag not in known]
+        parser = importlib.import_module("single").flags()
+        config, _ = parser.parse_known_args(flags)
+        default = vars(parser.parse_args([]))
+        plain = [f"--{name}={value}" for name, value in vars(config).items() if value != default[name]]
         fewer = ["--batch", str(config.batch // bench.ranks), "--steps", str(config.steps * bench.ranks)]
         entries["single.py " + " ".join(fewer)] = [*script("single"), *plain, *fewer]
     return entries
@@ -330,7 +351,8 @@ def run_of_command(command, flags):
     """(result, weights, loss on fresh batches) of a whole run."""
     with tempfile.TemporaryDirectory() as folder:
         files = ["--json", f"{folder}/out.json", "--save", f"{folder}/out.pt"]
-        subprocess.run([*command, *files], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        if code := call([*command, *files], cwd=ROOT, stdout=subprocess.DEVNULL):
+            sys.exit(f"bench.py: exit code {code} of {shlex.join(command)}")
         weights = torch.load(f"{folder}/out.pt")
         return json.loads(Path(f"{folder}/out.json").read_text()), weights, fresh_loss(weights, flags)
 
@@ -364,12 +386,14 @@ def main_of_commands(name, bench, flags):
     return table
 
 
-def parse():
-    """(what is for this tool, what is for the lesson)."""
-    words = sys.argv[1:]
+def parse(words):
+    """(what is for this tool, {lesson: its flags}) of the command line."""
     count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes (on one host)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    parser.error = refuse
+    parser.add_argument("--ranks", type=int, help="processes on one host (default: 2)")
     parser.add_argument("--hosts", type=int, default=1, help="hosts of one rank each, in network namespaces")
     parser.add_argument("--rate", default="1gbit", help="of each host's link: 1gbit, 100mbit ...")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
@@ -377,44 +401,71 @@ def parse():
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times alone")
     parser.add_argument("--json", help="file for the tables, and when and where they were made")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
-    parser.add_argument("--data-parallel", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     bench, flags = parser.parse_known_args(words[count:])
     bench.lessons = [word.removesuffix(".py") for word in words[:count]] or list(LESSONS)
     unknown = [name for name in bench.lessons if name not in LESSONS]
     if unknown:
-        parser.error(f"{unknown[0]}: must be one of {', '.join(LESSONS)}")
+        refuse(f"{unknown[0]}: must be one of {', '.join(LESSONS)}")
+    if bench.ranks and bench.hosts > 1:
+        refuse(f"--ranks {bench.ranks}: each of the --hosts {bench.hosts} has one; leave it out")
+    bench.ranks = bench.hosts if bench.hosts > 1 else 2 if bench.ranks is None else bench.ranks
     if bench.rounds < 1 or bench.ranks < 1 or bench.hosts < 1:
-        parser.error("--rounds, --ranks and --hosts: must be 1 or more")
-    if not re.fullmatch(r"[\d.]+[kmg]?bit", bench.rate):
-        parser.error(f"--rate {bench.rate}: must be like 1gbit or 100mbit")
-    for flag, value in {"--size": "small", "--batch": "8"}.items():
-        flags += [] if flag in flags else [flag, value]
-    bench.ranks = bench.hosts if bench.hosts > 1 else bench.ranks
-    return bench, flags
+        refuse("--rounds, --ranks and --hosts: must be 1 or more")
+    try:
+        bytes_per_second(bench.rate)
+    except ValueError as error:
+        refuse(error)
+    if bench.json and not Path(bench.json).resolve().parent.is_dir():
+        refuse(f"--json {bench.json}: its folder does not exist")
+    bench.flags = with_defaults(flags, size="small", batch="8")
+    return bench, {name: flags_of(name, bench) for name in bench.lessons}
 
 
-def main(bench, flags):
+def with_defaults(flags, **defaults):
+    given = {word.split("=")[0] for word in flags}
+    more = [[f"--{name}", value] for name, value in defaults.items() if f"--{name}" not in given]
+    return [*itertools.chain(*more), *flags]
+
+
+def flags_of(name, bench):
+    """The flags of a lesson, which must be able to run on them."""
+    lesson = importlib.import_module(name)
+    flags = with_defaults(bench.flags, steps="20" if name in THREADS else "3")
+    for more in "", *bench.also:
+        config = lesson.parse([*flags, *shlex.split(more)])
+        if config.batch % (bench.ranks * config.accum):
+            refuse(
+                f"--batch {config.batch}: must be a multiple of {bench.ranks} ranks x --accum {config.accum}"
+            )
+    return flags
+
+
+def refuse(problem):
+    print(f"bench.py: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(bench, flags_of_lessons):
     start = datetime.datetime.now().isoformat(" ", "minutes")
-    made = {"date": start, "torch": torch.__version__, "command": shlex.join(sys.argv), "lessons": {}}
-    made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"}
+    made = {"date": start, "torch": torch.__version__, "command": shlex.join(sys.argv), "flags": bench.flags}
+    made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs", "lessons": {}}
     made |= {"ranks": bench.ranks, "hosts": bench.hosts, "rate": bench.rate if bench.hosts > 1 else None}
-    for name in bench.lessons:
-        steps = [] if "--steps" in flags else ["--steps", "20" if name in THREADS else "3"]
-        if name in THREADS:
-            made["lessons"][name] = main_of_commands(name, bench, [*flags, *steps])
-        else:
-            made["lessons"][name] = table_of(name, bench, [*flags, *steps])
+    for name, flags in flags_of_lessons.items():
+        table = main_of_commands if name in THREADS else table_of
+        made["lessons"][name] = table(name, bench, flags)
         if bench.json:
             Path(bench.json).write_text(json.dumps(made, indent=1))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    bench, flags = parse()
-    if "RANK" in os.environ:
-        main_of_rank(bench, flags)
-    elif bench.data_parallel:
-        train_with_data_parallel(flags)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that call() takes down what it started
+    if "--data-parallel" in sys.argv:
+        train_with_data_parallel([word for word in sys.argv[1:] if word != "--data-parallel"])
     else:
-        main(bench, flags)
+        bench, flags = parse(sys.argv[1:])
+        if "RANK" in os.environ:
+            main_of_rank(bench, flags[bench.lessons[0]])
+        else:
+            main(bench, flags)

@@ -1,9 +1,12 @@
 """Who takes part in tools/bench.py: a lesson as its own train() builds it, and its peers."""
 
+import functools
 import importlib.util
+import itertools
 import logging
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -53,15 +56,22 @@ class Contender:
 
 
 class DeepSpeed(Contender):
-    """Its engine clips and steps by itself. In stage 3 no parameter stays whole, as in zero3.py."""
+    """Its engine clips and steps by itself. In stage 3 no parameter stays whole, as in zero3.py.
 
-    def __init__(self, stage, overlap, lesson, config, device):
+    tuned: with buckets of a fifth of the model, as ddp.py's, in place of 5e8 elements.
+    """
+
+    def __init__(self, stage, overlap, tuned, lesson, config, device):
         self.stage, self.model = stage, new_model(lesson, config, device)
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
         import deepspeed
 
         zero = {"stage": stage, "overlap_comm": overlap, "contiguous_gradients": True}
+        zero |= {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+        if tuned:
+            elements = sum(p.numel() for p in self.model.parameters()) // 5
+            zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
         self.engine, *_ = deepspeed.initialize(
             model=self.model,
             optimizer=lesson.OPTIMIZERS[config.optim](self.model.parameters(), lr=config.lr, fused=True),
@@ -73,7 +83,7 @@ class DeepSpeed(Contender):
                 "bf16": {"enabled": config.dtype == "bf16"},
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
-                "zero_optimization": zero | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+                "zero_optimization": zero,
             },
         )
         self.gathered = lambda: deepspeed.zero.GatheredParameters(list(self.model.parameters()))
@@ -210,8 +220,8 @@ def dtensor(lesson, config, device):
             optimizer.step()
 
     def weights():
-        whole = {key: getattr(x, "full_tensor", lambda x=x: x)() for key, x in model.state_dict().items()}
-        return {key: by_rank(x, ranks, back=True) if ".qkv." in key else x for key, x in whole.items()}
+        tensors = whole(model.state_dict()).items()
+        return {key: by_rank(x, ranks, back=True) if ".qkv." in key else x for key, x in tensors}
 
     def clip(limit):
         squares = torch.zeros((), dtype=torch.double, device=device)
@@ -222,8 +232,7 @@ def dtensor(lesson, config, device):
         for p in model.parameters():
             p.grad.mul_(scale)
 
-    stepper = type("Both", (), {"step": staticmethod(step)})
-    return OnDTensors(model, wrapped, stepper, weights, clip)
+    return OnDTensors(model, wrapped, SimpleNamespace(step=step), weights, clip)
 
 
 def with_optimizer(lesson, config, model, wrapped):
@@ -268,23 +277,25 @@ def torch_checkpointed(lesson, config, device):
     return with_optimizer(lesson, config, model, TorchCheckpointed(model, lesson, config))
 
 
-def fsdp2(reshard, lesson, config, device):
-    """Units as in zero3.py; in bf16 with fp32 masters, as FSDP2 does it."""
+def fsdp2(reshard, prefetch, lesson, config, device):
+    """Units as in zero3.py, and what is in none stays whole, as there. In bf16 with fp32 masters."""
     torch.manual_seed(config.seed)
     model = lesson.GPT(config).to(device, lesson.DTYPES["fp32" if config.dtype == "bf16" else config.dtype])
-    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if config.dtype == "bf16" else None
-    policy = {"mp_policy": mixed} if mixed else {}
+    mixed = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}
+    policy = mixed if config.dtype == "bf16" else {}
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard, **policy)
-    fully_shard(model, reshard_after_forward=reshard, **policy)
+    fully_shard(model, **policy)
+    if prefetch:
+        for block, after in itertools.pairwise(model.blocks):
+            block.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([block])
     optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    return Contender(model, model, optimizer, lambda: whole(model.state_dict()))
 
-    def whole(tensor):
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    weights = lambda: {name: whole(tensor) for name, tensor in model.state_dict().items()}  # noqa: E731
-    clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))  # noqa: E731
-    return Contender(model, model, optimizer, weights, clip)
+def whole(state_dict):
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state_dict.items()}
 
 
 def new_model(lesson, config, device):
@@ -298,11 +309,11 @@ def plain(wrap, lesson, config, device):
     return with_optimizer(ddp, config, model, wrap(model))
 
 
-def ddp_with_zero(lesson, config, device):
+def ddp_with_zero(options, lesson, config, device):
     model = new_model(lesson, config, device)
     optimizer_class = lesson.OPTIMIZERS[config.optim]
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    return Contender(model, DistributedDataParallel(model), optimizer)
+    return Contender(model, DistributedDataParallel(model, **options), optimizer)
 
 
 def ours(lesson, config, device):
@@ -310,13 +321,14 @@ def ours(lesson, config, device):
     whole = {"pipeline": Pipelined, "tensor_parallel": tensor_parallel, "checkpointing": checkpointed}
     if lesson.__name__ in whole:
         return whole[lesson.__name__](lesson, config, device)
-    model = new_model(lesson, config, device)
+    zero3 = lesson.__name__ == "zero3"  # whose model is whole on the CPU alone
+    model = new_model(lesson, config, "cpu" if zero3 else device)
     is_unit = lambda submodule: isinstance(submodule, lesson.UNITS[config.unit])  # noqa: E731
     wrap = {
         "ddp": lambda: lesson.DDP(model, config.bucket_mb, config.overlap),
         "zero1": lambda: lesson.ZeRO1(model, is_unit, config.overlap),
         "zero2": lambda: lesson.ZeRO2(model, is_unit, config.overlap),
-        "zero3": lambda: lesson.ZeRO3(model, is_unit, config.prefetch, config.keep),
+        "zero3": lambda: lesson.ZeRO3(model, is_unit, config.prefetch, config.keep, device),
     }
     wrapped = wrap[lesson.__name__]()
     over = model.parameters() if lesson.__name__ == "ddp" else wrapped
@@ -334,31 +346,36 @@ def contenders(lesson, config, device, also):
     entries = {f"{name}.py": lambda: ours(*of)}
     entries |= {title: lambda other=other: ours(lesson, other, device) for title, other in also.items()}
     entries[ALONE] = lambda: plain(lambda model: model, *of)
+    no_masters = ", no masters" * (config.dtype == "bf16")  # so they do less work than the lessons
+    with torch.device("meta"):
+        size = sum(p.nbytes for p in lesson.GPT(config).to(lesson.DTYPES[config.dtype]).parameters())
+    cap = getattr(config, "bucket_mb", None)
+    same = {"bucket_cap_mb": min(size / 5 / 2**20, 25) if cap is None else cap}  # ddp.py's
+    buckets = f", {same['bucket_cap_mb']:.1f} MiB buckets"
     if name in ("ddp", "zero1"):
         entries["torch DDP, defaults"] = lambda: plain(DistributedDataParallel, *of)
     if name == "ddp":
-        with torch.device("meta"):
-            size = sum(p.nbytes for p in lesson.GPT(config).to(lesson.DTYPES[config.dtype]).parameters())
-        same = {"bucket_cap_mb": min(size / 5 / 2**20, 25) if config.bucket_mb is None else config.bucket_mb}
-        for views in (False, True):
-            title = f"torch DDP, {same['bucket_cap_mb']:.1f} MiB buckets" + ", views" * views
-            wrap = lambda model, views=views: DistributedDataParallel(  # noqa: E731
-                model, gradient_as_bucket_view=views, **same
-            )
-            entries[title] = lambda wrap=wrap: plain(wrap, *of)
+        for title, options in ("", same), (", views", same | {"gradient_as_bucket_view": True}):
+            wrap = functools.partial(DistributedDataParallel, **options)
+            entries[f"torch DDP{buckets}{title}"] = functools.partial(plain, wrap, *of)
     if name == "zero1":
-        entries["DDP + ZeroRedundancyOptimizer"] = lambda: ddp_with_zero(*of)
+        for title, options in ("", {}), (buckets, same | {"gradient_as_bucket_view": True}):
+            title = f"DDP + ZeroRedundancyOptimizer{title}{no_masters}"
+            entries[title] = functools.partial(ddp_with_zero, options, *of)
     if name == "zero3":
-        entries["torch FSDP2"] = lambda: fsdp2(True, *of)
-        entries["torch FSDP2, no reshard"] = lambda: fsdp2(False, *of)
+        for title, how in ("", (True, False)), (", prefetch", (True, True)), (", no reshard", (False, False)):
+            entries[f"torch FSDP2{title}"] = functools.partial(fsdp2, *how, *of)
     if name.startswith("zero"):
         stage, installed = int(name[-1]), importlib.util.find_spec("deepspeed")
-        for overlap in (True, False):
-            title = f"DeepSpeed stage {stage}" + ", no overlap_comm" * (not overlap)
-            build = lambda overlap=overlap: DeepSpeed(stage, overlap, *of)  # noqa: E731
-            entries[title] = build if installed else None
+        for title, how in (
+            ("", (True, False)),
+            (", no overlap", (False, False)),
+            (", P/5 buckets", (True, True)),
+        ):
+            build = functools.partial(DeepSpeed, stage, *how, *of)
+            entries[f"DeepSpeed stage {stage}{title}"] = build if installed else None
     if name == "tensor_parallel":
-        entries["torch parallelize_module"] = lambda: dtensor(*of)
+        entries[f"torch parallelize_module{no_masters}"] = lambda: dtensor(*of)
     if name == "pipeline" and config.schedule in SCHEDULES:
         peer = SCHEDULES[config.schedule]
         entries[f"torch {peer}"] = lambda: Pipelined(*of, peer)

@@ -13,7 +13,7 @@ usage="usage: tools/hosts.sh HOSTS RATE [--ranks-per-host K] -- SCRIPT [ARGUMENT
 hosts=$1 rate=$2 per_host=1
 shift 2
 if [ "$1" = --ranks-per-host ]; then per_host=$2; shift 2; fi
-[ "$1" = -- ] || { echo "$usage" >&2; exit 2; }
+[ "${1-}" = -- ] || { echo "$usage" >&2; exit 2; }
 shift
 [[ $hosts =~ ^[1-9][0-9]?$ && $per_host =~ ^[1-9][0-9]*$ ]] || { echo "$usage (HOSTS: 1 to 99)" >&2; exit 2; }
 if [ "$(uname)" != Linux ] || [ "$(id -u)" != 0 ] || ! { command -v ip && command -v tc; } >/dev/null; then

@@ -18,7 +18,6 @@ sequences per rank, so N times the batch.
 import argparse
 import io
 import json
-import shlex
 import statistics
 import sys
 from contextlib import redirect_stdout
@@ -53,10 +52,10 @@ def predict(compute, parts, ranks, rate, latency):
 
 def flags_of(bench, ranks):
     """The lesson's flags of a run of tools/bench.py, with as many sequences per rank on so many ranks."""
-    words = shlex.split(bench["command"])
-    size = words[words.index("--size") + 1] if "--size" in words else "small"
-    batch = int(words[words.index("--batch") + 1]) // bench["ranks"] * ranks
-    return ["--size", size, "--batch", str(batch)]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--batch", type=int)
+    batch = parser.parse_known_args(bench["flags"])[0].batch // bench["ranks"] * ranks
+    return [*bench["flags"], "--batch", str(batch)]
 
 
 def main():
