@@ -13,10 +13,10 @@ Holds
     gradients     2P      4P               / N      / N
     optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
     Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
-    stored scores and dropout's masks (flash attention stores no scores, so it keeps what `selective` does):
+    with dropout's masks; only --attention math stores scores, so with flash none keeps what selective does:
     none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
     selective     sbh(10 + 24/t)                                           34sbh/t
-    full          2sbh                                                     2sbh
+    full          2sbh                                                     2sbh/t (as blocks enter split)
     and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head and what a layer computes again.
     Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight.
 
@@ -47,8 +47,10 @@ Expect
 Left out
     What is whole for a moment, two units and the embedding: at --size 7.5b 1.4 GB of gradients in zero2.py,
     in zero3.py as much again of weights. Fragmentation, CUDA's own memory, NCCL's buffers: --gpu-gb is what
-    they leave. What tensor parallelism sends for embedding, head and loss. Other schedules than 1F1B, ZeRO-2
-    and 3 beside tensor and pipeline parallelism, context and expert parallelism, offloading.
+    they leave. Copies of the logits in 16 bits and in backward. What tensor parallelism sends for embedding,
+    head and loss. Time: sent/step adds what goes through a node's fast links to what goes between nodes, and
+    the advice does not weigh idle time. Other schedules than 1F1B, ZeRO-2 and 3 beside tensor and pipeline
+    parallelism, context and expert parallelism, offloading.
 """
 
 import argparse
@@ -89,29 +91,40 @@ def states(stage, params, ranks, precision="mixed"):
     return {name: size * (-(-params // ranks) if name in sharded else params) for name, size in sizes}
 
 
-def layer_activations(shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2):
+def layer_activations(
+    shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2, flash=False
+):
     """Bytes that a layer keeps for backward on a rank (arXiv 2205.05198, table 2), `width` bytes a number.
 
-    `tensor` must divide the heads, with sequence_parallel also the sequence.
+    `tensor` must divide the heads, with sequence_parallel also the sequence. flash: scores are never stored.
     """
     numbers = batch * shape.seq * shape.hidden
     if recompute == "full":
-        return width * numbers
+        return width * numbers // (tensor if sequence_parallel else 1)
     # 16 tensors and 2 masks; whole are the masks and the inputs of norms and of column-parallel matrices.
     whole = (4 * width + 2) * numbers // (tensor if sequence_parallel else 1)
-    scores = (2 * width + 1) * batch * shape.heads * shape.seq**2 * (recompute == "none")
+    stored = recompute == "none" and not flash
+    scores = (2 * width + 1) * batch * shape.heads * shape.seq**2 * stored
     return whole + (12 * width * numbers + scores) // tensor
 
 
 def activations(
-    shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2, in_flight=1, ends=(True, True)
+    shape,
+    batch,
+    recompute="none",
+    tensor=1,
+    sequence_parallel=False,
+    width=2,
+    flash=False,
+    in_flight=1,
+    ends=(True, True),
 ):
     """Bytes of activations at their peak on a rank whose stage has shape.layers layers (section 4.3).
 
     in_flight: microbatches of `batch` sequences between forward and backward. ends: whether the embedding is
     in this stage, and the head, whose logits are fp32. The rest is as in layer_activations().
     """
-    how = tensor, sequence_parallel, width
+    how = tensor, sequence_parallel, width, flash
     kept, whole = (layer_activations(shape, batch, policy, *how) for policy in (recompute, "none"))
     numbers = batch * shape.seq * shape.hidden // (tensor if sequence_parallel else 1)
     head = 2 * width * numbers + 4 * batch * shape.seq * -(-shape.vocab // tensor)
@@ -150,7 +163,7 @@ def replica(job, tensor, pipeline, stage):
     width, microbatches = BYTES[job.precision][0], job.accum * tensor * pipeline
     how = job.recompute, tensor, job.sequence_parallel, width
     in_flight = min(microbatches, pipeline - stage)  # in 1F1B (arXiv 2104.04473, section 2.2)
-    kept = activations(own, batch, *how, in_flight, ends)
+    kept = activations(own, batch, *how, job.attention == "flash", in_flight, ends)
     message = width * batch * shape.seq * shape.hidden // (tensor if job.sequence_parallel else 1)
     sent = tensor_wire(own, batch, *how, microbatches) + microbatches * message * ends.count(False)
     tied = width * shape.hidden * -(-shape.vocab // tensor)  # first and last stage add up its gradients
@@ -196,7 +209,7 @@ def meshes(job):
 
 
 def cost(row):
-    """Less is better: bytes sent, then anything but DP, then bytes held."""
+    """Less is better: bytes sent, then DP as the simplest, then bytes held."""
     return row["bytes"]["sent_per_step"], row["strategy"] != "DP", row["bytes"]["sum"]
 
 
@@ -287,7 +300,7 @@ def cells(row):
 
 
 TITLES = ("parameters", "gradients", "optimizer", "activations", "     sum", "sent/step", "fits", "idle")
-MESHES = "t x p x d: tensor, 1F1B pipeline, data parallel (ZeRO-1); of each t what fits and sends least"
+MESHES = "t x p x d: tensor x 1F1B pipeline x data (ZeRO-1), of each t what fits and sends least"
 NO_SHAPE = "-: activations need a shape (--size, or --layers --heads --hidden --seq --vocab)"
 
 
@@ -295,7 +308,7 @@ def show(jobs, tables, advice):
     """Print a table for each job, what its words mean, and the advice."""
     job, sizes = jobs[0], " + ".join(map(str, BYTES[jobs[0].precision]))
     batch = f"{job.micro_batch * job.accum * job.gpus} = {job.micro_batch} x {job.accum} x {job.gpus} GPUs"
-    gpus = f"{job.gpus} GPUs of {giga(job.gpu_gb * 1e9)} GB"
+    gpus = f"{job.gpus} GPU{'s'[: job.gpus - 1]} of {giga(job.gpu_gb * 1e9)} GB"
     model = f"{giga(job.params)} G parameters | {job.precision}: {sizes} bytes each"
     print(f"plan | {model} | {gpus} | batch {batch}")
     for job, rows in zip(jobs, tables):
@@ -305,7 +318,7 @@ def show(jobs, tables, advice):
             print(f"{name:<24}" + "".join(f"  {x:>{len(t)}}" for t, x in zip(titles, line)))
     if job.largest:
         print("params, micro_batch, layers: the largest model (of this width) and batch that fit, each alone")
-    print("GB: 10^9 bytes. " + (MESHES if job.shape else NO_SHAPE))
+    print("GB: 10^9 bytes. " + (f"{job.attention} attention. {MESHES}" if job.shape else NO_SHAPE))
     print(advice)
 
 
@@ -337,10 +350,11 @@ def parse(arguments=None):
         add("--" + name, type=int, help="of the shape, in place of the size's")
     add("--gpus", type=int, default=8, help="of all nodes")
     add("--gpus-per-node", type=int, default=8, help="tensor parallelism stays within a node")
-    add("--gpu-gb", type=float, default=80, help="10^9 bytes it has left, fewer than its name says")
+    add("--gpu-gb", type=float, default=80, help="10^9 bytes that are free on it, less than it has")
     add("--micro-batch", type=int, default=1, help="sequences that go through the model at once")
     add("--accum", type=int, default=1, help="microbatches that each rank accumulates per step")
     add("--precision", default="mixed", choices=BYTES, help="mixed: 16 bits, with an fp32 optimizer")
+    add("--attention", default="flash", choices=("flash", "math"), help="math stores its scores")
     add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
     add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
     add("--largest", action="store_true", help="also the largest model and micro-batch that fit")
@@ -358,10 +372,8 @@ def parse(arguments=None):
 
 def find_problems(job):
     """Yield what is wrong with the flags, each in one line."""
-    shape, names = (
-        job.shape,
-        " ".join(f"--{name}" for name, value in job.shape._asdict().items() if value is None),
-    )
+    shape = job.shape
+    names = " ".join(f"--{name}" for name, value in shape._asdict().items() if value is None)
     for name, value in (vars(job) | shape._asdict()).items():
         if type(value) is int and name != "params" and not 1 <= value <= 10**9:
             yield f"--{name.replace('_', '-')} {value}: must be 1 or more, and at most 10^9"
@@ -369,6 +381,8 @@ def find_problems(job):
         yield f"--gpu-gb {job.gpu_gb}: must be from 0.001 to 10^6"
     if any(shape) and names:
         yield f"{names}: missing beside the rest of the shape; or take a --size"
+    elif names and (job.recompute != "none" or job.sequence_parallel or job.attention != "flash"):
+        yield f"{names}: missing, without which --recompute, --attention and --sequence-parallel mean nothing"
     elif names and not job.params:
         yield f"--params: missing; say how many, or take a --size, or give all of {names}"
     elif not names and shape.hidden % shape.heads:
