@@ -70,7 +70,7 @@ class DeepSpeed(Contender):
         zero = {"stage": stage, "overlap_comm": overlap, "contiguous_gradients": True}
         zero |= {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
         if tuned:
-            elements = sum(p.numel() for p in self.model.parameters()) // 5
+            elements = sum(p.numel() for p in self.model.parameters()) // 10 * 2  # which must be even
             zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
         self.engine, *_ = deepspeed.initialize(
             model=self.model,
