@@ -3550,8 +3550,9 @@ def test_hosts_sh_says_how_to_call_it():
     tool = str(ROOT / "tools" / "hosts.sh")
     done = subprocess.run([tool, "2"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("usage: tools/hosts.sh HOSTS RATE")
-    done = subprocess.run([tool, "two", "1gbit", "--", "ddp.py"], capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    for words in (["two", "1gbit", "--", "ddp.py"], ["2", "1gbit", "--ranks-per-host", "2"]):
+        done = subprocess.run([tool, *words], capture_output=True, text=True)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
 
 
 def test_run_sh_says_which_lessons_there_are():
@@ -4342,6 +4343,10 @@ def check_prints(path):
     assert (code, errors) == (None, [])
     for pattern, line in zip([first, *ledger, *sent, last], lines, strict=True):
         assert re.match(pattern, line), line
+    _, lines, _ = printed(path, "--ranks 2 --rank 1 {root}/pipeline.py --accum 4")
+    assert [line.split()[:4] for line in lines if "activations" in line] == [
+        ["activations", "1", "in", "flight"]
+    ]
     for flags, batch in ("", "batch 3 = 1 x 3"), (" --batch 6", "batch 6 = 2 x 3"):
         _, lines, _ = printed(path, "--ranks 4 {root}/tensor_parallel.py --layers 1 --accum 3" + flags)
         assert lines[0].endswith(f"| {batch} microbatches")
@@ -4358,6 +4363,7 @@ BAD_SIMULATIONS = [  # (command, what the line must name)
     ("--ranks 4 --rank 4 {root}/ddp.py", "--rank 4"),
     ("--ranks 4 --rank -1 {root}/ddp.py", "--rank -1"),
     ("--ranks 4 --backend mpi {root}/ddp.py", "--backend"),
+    ("--ranks 4 --backen=gloo {root}/ddp.py", "--backen=gloo"),
     ("--ranks 4", "lesson"),
     ("--ranks 4 {root}/no_such.py", "no_such.py: no such lesson"),
     ("--ranks 4 {root}/README.md", "README.md: no such lesson"),
@@ -4437,6 +4443,12 @@ SIMULATION_MUTANTS = [  # (promise, old, new)
     ("refusals", "lesson.set_up, seen = as_rank_0(lesson.set_up),", "seen ="),
     ("refusals", "0 <= given.rank < given.ranks", "given.rank <= given.ranks"),
     ("refusals", 'hasattr(lesson, "ThreadLedger")', "False"),
+    ("refusals", "allow_abbrev=False", "allow_abbrev=True"),
+    (
+        "prints",
+        '{"activations": (f"{count} in flight", most)}',
+        '{"activations": (f"{most} in flight", most)}',
+    ),
     ("refusals", 'hasattr(lesson, "Ledger")', "True"),
     ("refusals", '("save", "trace")', '("trace",)'),
     ("refusals", 'config.device == "cuda"', "False"),
@@ -4515,20 +4527,178 @@ def test_a_step_on_paper_lasts_as_long_as_what_it_waits_for():
     assert scaling.predict(0.3, parts, ranks=4, rate=100, latency=0.1) == pytest.approx(
         0.1 + 0.6 + 6 * 3 * 0.1
     )
+    flags = scaling.flags_of({"flags": ["--size", "toy", "--batch=12", "--dtype", "bf16"], "ranks": 3}, 8)
+    config = load(DDP).parse(flags)
+    assert (config.size, config.batch, config.dtype) == ("toy", 32, "bf16")
     forward, backward = scaling.traffic("zero3", 4, f"{TINY} --batch 4".split())
     again, _ = scaling.traffic("zero2", 4, f"{TINY} --batch 4".split())
     assert forward == again and backward[0] > forward[0]
 
 
-def test_bench_says_what_cannot_be():
-    for flags, name in (
-        (("nothing",), "nothing"),
-        (("ddp", "--rate", "fast"), "--rate"),
-        (("--rounds", "0"), "--rounds"),
-    ):
-        command = [sys.executable, str(ROOT / "tools" / "bench.py"), *flags]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 2 and name in done.stderr.splitlines()[-1]
+BENCH = str(ROOT / "tools" / "bench.py")
+BAD_BENCHES = [  # (command, what the line must name)
+    ("nothing", "nothing"),
+    ("ddp --rate fast", "--rate fast"),
+    ("ddp --rate .gbit", "--rate .gbit"),
+    ("--rounds 0", "--rounds"),
+    ("ddp --rounds many", "--rounds"),
+    ("ddp --ranks 0", "--ranks"),
+    ("ddp --hosts 2 --ranks 4", "--ranks 4"),
+    ("--ranks 2 ddp", "ddp"),
+    ("ddp --size huge", "--size"),
+    ("ddp --prefetch 2", "--prefetch"),
+    ("ddp zero3 --batch 7", "--batch 7"),
+    ("dp_threads --batch 8 --accum 3", "--batch 8"),
+    ("ddp --also=--accum=3", "--batch 8"),
+    ("ddp --json /no/such/folder/file", "--json /no/such/folder/file"),
+]
+
+
+def check_bad_benches(path):
+    bench = load(path)
+    for command, name in BAD_BENCHES:
+        errors, before = io.StringIO(), sys.argv
+        sys.argv = [path]
+        try:
+            with redirect_stderr(errors), pytest.raises(SystemExit) as end:
+                bench.parse(command.split())
+        except BaseException as error:
+            raise AssertionError(command) from error
+        finally:
+            sys.argv = before
+        lines = errors.getvalue().splitlines()
+        assert end.value.code == 2 and len(lines) == 1, (command, lines)
+        assert lines[0].startswith("bench.py: ") and name in lines[0], lines
+
+
+def check_flags_of_bench(path):
+    """What is given wins over the defaults, however it is written; a rate in tc's words is bytes a second."""
+    bench = load(path)
+    made, flags = bench.parse(["zero1", "dp_async", "--size=toy", "--batch", "4", "--json", "out.json"])
+    lesson = load(ROOT / "zero1.py")
+    config = lesson.parse(flags["zero1"])
+    assert (config.size, config.batch, config.steps, made.ranks) == ("toy", 4, 3, 2)
+    assert lesson.parse(bench.parse(["zero1"])[1]["zero1"]).size == "small"
+    assert load(ASYNC).parse(flags["dp_async"]).steps == 20
+    rates = {"1gbit": 125e6, "100mbit": 12.5e6, "2.5kbit": 312.5, "8bit": 1}
+    assert {rate: bench.bytes_per_second(rate) for rate in rates} == rates
+    fewer = bench.commands("dp_async", made, [*flags["dp_async"], "--seed", "2", "--slow", "0=2"])
+    (alone,) = (command[2:] for title, command in fewer.items() if "single" in title)
+    config = load(SINGLE).parse(alone)
+    assert (config.seed, config.batch, config.steps, config.size) == (2, 2, 40, "toy")
+
+
+def check_table(path):
+    """Ratios are ours over theirs, round by round; no step is shorter than computing or sending takes."""
+    bench = load(path)
+    rows = {"ddp.py": ([2.0, 4.0, 3.0], 1e6), "peer": ([4.0, 5.0, 3.0], 1e6), bench.ALONE: ([1.0, 1, 1], 0)}
+    rows = {title: {"times": times, "sent": [sent] * 3} for title, (times, sent) in rows.items()}
+    bench.launch = lambda *_: {"rows": rows, "missing": ["other"], "apart": 0.0}
+    made, flags = bench.parse(["ddp", "--hosts", "2", "--rate", "4gbit", "--no-memory"])
+    with redirect_stdout(io.StringIO()) as out:
+        table = bench.table_of("ddp", made, flags["ddp"])
+    assert [table["peer"][key] for key in ("ms", "ratio", "least", "most")] == [4.0, 0.8, 0.5, 1.0]
+    assert [row["floor_ms"] for row in table.values()] == [2.0, 2.0, 1.0]
+    assert re.search(r"other +not installed", out.getvalue())
+
+
+def memory_of_steps(path):
+    """On a rank: live MB of a contender that keeps 8 and takes 160, 120 and 80 more for a while in its steps."""
+    bench, sizes = load(path), []
+    kept = torch.ones(10**7)  # before the contender
+
+    def build():
+        sizes[:] = [160, 120, 80, 0]
+        return types.SimpleNamespace(own=torch.ones(2 * 10**6))
+
+    def step(title, entry):
+        torch.ones(sizes.pop(0) * 10**6 // 4).sum()
+        torch.ones(1)
+
+    race = types.SimpleNamespace(builders={"x": build}, step=step, device=torch.device("cpu"))
+    return bench.Race.memory(race, "x")[0] / 1e6 if len(kept) else 0
+
+
+def check_memory(path):
+    """What a contender keeps counts, and what its third step takes; not what was there before."""
+    live = world(1).run(memory_of_steps, path)[0]
+    assert math.isnan(live) or 88 <= live < 92, live
+
+
+def check_equal_weights(path):
+    """Contenders whose weights differ, or are not numbers, are not timed."""
+    bench, plain = load(path), {"w": torch.zeros(3)}
+    race = types.SimpleNamespace(step=lambda *_: None, config=types.SimpleNamespace(dtype="fp32"))
+    for off, ends in (5e-6, False), (2e-5, True), (math.nan, True):
+        both = {"w": torch.tensor([0, off, 0])}
+        entries = {"ddp.py": plain, "peer": both}
+        entries = {title: types.SimpleNamespace(weights=lambda w=w: w) for title, w in entries.items()}
+        with pytest.raises(SystemExit, match="peer ended") if ends else nullcontext():
+            assert bench.Race.compare(race, entries) == pytest.approx(off)
+
+
+def check_bench_end(path):
+    """Whoever ends the tool ends what it has started."""
+    code = f"import sys; sys.argv = ['bench.py']; sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
+    code += f"import runpy, signal; call = runpy.run_path({path!r})['call']\n"
+    code += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+    code += "call([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, text=True)
+    started = int(process.stdout.readline())
+    process.terminate()
+    try:
+        code = process.wait(10)
+    except subprocess.TimeoutExpired:
+        code = "it did not end"
+    try:
+        os.kill(started, signal.SIGKILL)
+        left = True
+    except ProcessLookupError:
+        left = False
+    process.kill()
+    process.communicate()
+    assert (code, left) == (143, False)
+
+
+BENCH_CHECKS = {
+    "refusals": check_bad_benches,
+    "flags": check_flags_of_bench,
+    "table": check_table,
+    "memory": check_memory,
+    "weights": check_equal_weights,
+    "end": check_bench_end,
+}
+BENCH_MUTANTS = [  # (promise, old, new)
+    ("table", "ratios = [a / b for a, b in zip(first, row", "ratios = [b / a for a, b in zip(first, row"),
+    ("table", "max(alone, 1e3 * sent", "min(alone, 1e3 * sent"),
+    ("memory", "meter.peak - before", "meter.peak"),
+    ("memory", "max(self.peak, heap())", "heap()"),
+    ("memory", "for _ in range(2):  # torch's", "for _ in range(0):  # torch's"),
+    ("memory", "info.field4 + info.field7", "info.field7"),
+    ("weights", "if not apart < TOLERANCE[self.config.dtype]:", "if False:"),
+    ("weights", "torch.stack(each).max().item()", "max(x.item() for x in [torch.zeros(()), *each])"),
+    ("end", "        process.terminate()\n", "        pass\n"),
+    ("flags", '"": 1, "k": 1e3', '"": 1, "k": 1024'),
+    ("flags", "value != default[name]]", "value != default[name] and name != 'seed']"),
+    ("refusals", "if config.batch % (bench.ranks * config.accum):", "if config.batch % config.accum:"),
+    ("refusals", 'for more in "", *bench.also:', 'for more in [""]:'),
+    ("refusals", "if bench.ranks and bench.hosts > 1:", "if False:"),
+]
+
+
+@pytest.mark.parametrize("promise", BENCH_CHECKS)
+def test_bench_keeps_its_promises(promise):
+    BENCH_CHECKS[promise](BENCH)
+
+
+@pytest.mark.parametrize("promise, old, new", BENCH_MUTANTS)
+def test_a_mutant_of_bench_is_rejected(promise, old, new, tmp_path):
+    text = Path(BENCH).read_text().replace("Path(__file__).resolve().parent.parent", f"Path({str(ROOT)!r})")
+    assert text.count(old) == 1, f"{text.count(old)} places to edit"
+    mutant = tmp_path / "bench.py"
+    mutant.write_text(text.replace(old, new))
+    with pytest.raises((AssertionError, ZeroDivisionError)):
+        BENCH_CHECKS[promise](str(mutant))
 
 
 # ---- mutants: an edit to a copy of a lesson, and the promise that it must be seen to break ----

@@ -16,9 +16,9 @@ Lessons come first, then flags: those below, and the lessons' own (--size, --bat
 First three steps of each contender, which must end in equal weights. Then rounds: in each, every contender
 runs --steps (3) steps, and each round starts with another one. A line shows the median time of a step, and
 the ratio of the lesson's time to it: its median, least and greatest over the rounds. A ratio below 1 means
-that the lesson was faster. Then each contender runs three steps in processes of its own: "live" is the most
-bytes that tensors took at once in the third step (on a GPU, that were allocated), "process" what the process
-took. All contenders' models are there at the same time, so choose a size of which so many fit.
+that the lesson was faster. Then each contender runs in processes of its own: "live" is the most bytes that it
+had allocated after any operator of its third step, "process" the most that the process took. All contenders'
+models are there at the same time, so choose a size of which so many fit.
 
 With --hosts the bytes are counted that each host really sent, and the floor is what a step can hardly be
 shorter than: the longer of compute alone (1/N of the batch through the whole model and its optimizer, and no
@@ -30,6 +30,7 @@ is that of the saved weights on batches that no run has seen.
 """
 
 import argparse
+import ctypes
 import datetime
 import functools
 import gc
@@ -54,6 +55,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import sdpa_kernel
 from torch.nn.parallel import data_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -168,33 +170,47 @@ class Race:
             resource.RUSAGE_SELF
         ).ru_maxrss
         live = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
-        if live is None:  # once more, as the profiler sees only what is born under its eyes
+        if live is None:  # once more, as what else a first time loads and allocates is there then
+            with HeapPeak():
+                self.step(title, entry)
             del entry
             gc.collect()
-            with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-                with torch.profiler.profile(profile_memory=True) as profiler:
-                    entry = self.builders[title]()
-                    for _ in range(2):  # torch's DDP builds its buckets anew in the second
-                        self.step(title, entry)
-                    with torch.profiler.record_function("third step"):
-                        self.step(title, entry)
-                profiler.export_chrome_trace(trace.name)
-                live = peak_of(json.loads(Path(trace.name).read_text())["traceEvents"])
+            before, entry = heap(), self.builders[title]()
+            for _ in range(2):  # torch's DDP builds its buckets anew in the second
+                self.step(title, entry)
+            with HeapPeak() as meter:
+                self.step(title, entry)
+            live = meter.peak - before
         numbers = torch.tensor([live, process], dtype=torch.double, device=self.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
 
 
-def peak_of(events):
-    """The most bytes alive in the third step, from all allocations since the profiler began."""
-    step = next(event for event in events if event["name"] == "third step" and event["ph"] == "X")
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
-    alive = peak = 0
-    for at, change in changes:
-        alive += change
-        if step["ts"] <= at <= step["ts"] + step["dur"]:
-            peak = max(peak, alive)
-    return peak
+class HeapInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
+
+
+def heap():
+    """Bytes that malloc has given out and not got back, from and to whichever thread; nan if not on glibc."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return math.nan
+    mallinfo.restype = HeapInfo
+    info = mallinfo()
+    return info.field4 + info.field7  # large pieces, and the others
+
+
+class HeapPeak(TorchDispatchMode):
+    """The most that heap() is after an operator."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.peak = max(self.peak, heap())
+        return result
 
 
 def main_of_rank(bench, flags):
