@@ -4511,12 +4511,13 @@ def test_figures_of_runs_name_what_they_show(tmp_path):
     bench = {
         "hosts": 2,
         "rate": "1gbit",
+        "flags": ["--size", "toy", "--accum", "2", "--policy", "full"],
         "lessons": {"ddp": {"ddp.py": row, "compute alone": row, "peer": row}},
     }
     figures.ratios([bench], tmp_path / "ratios.svg")
     assert all(word in (tmp_path / "memory.svg").read_text() for word in ("ddp", "zero2", "parameters"))
     text = (tmp_path / "ratios.svg").read_text()
-    assert "ddp.py / peer" in text and "2 hosts, 1gbit" in text and "compute alone" not in text
+    assert "ddp.py --policy full / peer" in text and "2 hosts, 1gbit" in text and "compute alone" not in text
 
 
 def test_a_step_on_paper_lasts_as_long_as_what_it_waits_for():

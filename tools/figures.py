@@ -188,14 +188,17 @@ def memory(results, target):
 
 def ratios(benches, target):
     """Draw the median ratio of each lesson to each of its peers, with its least and most over the rounds."""
-    rows = []
+    rows, dull = [], {"--size", "--batch", "--accum", "--schedule", "--chunks"}  # peers' names tell the rest
     for bench in benches:
+        words = bench.get("flags", [])
+        how = [f" {word}" for before, word in zip(["", *words], words) if not {before, word} & dull]
         where = f"{bench['hosts']} hosts, {bench['rate']}" if bench["hosts"] > 1 else "one host"
         for lesson, table in bench["lessons"].items():
             peers = {t: row for t, row in table.items() if ".py" not in t and t != "compute alone"}
-            rows += [(where, f"{lesson}.py / {title}", row) for title, row in peers.items()]
+            ours = f"{lesson}.py{''.join(how)}"
+            rows += [(where, f"{ours} / {title}", row) for title, row in peers.items()]
     labels, places = list(dict.fromkeys(r[1] for r in rows)), list(dict.fromkeys(r[0] for r in rows))
-    figure, axes = pyplot().subplots(figsize=(10, 0.8 + 0.42 * len(labels)))
+    figure, axes = pyplot().subplots(figsize=(10, 0.8 + 0.34 * len(labels)))
     for i, place in enumerate(places):
         own = [(labels.index(label), row) for where, label, row in rows if where == place]
         ys = [y + (i - (len(places) - 1) / 2) * 0.36 for y, _ in own]

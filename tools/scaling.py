@@ -10,9 +10,9 @@ computation or its messages, whichever is longer, and nothing else takes time:
 
 W: bytes that a rank sends in forward and in backward, M: messages, both as tools/simulate.py counts them in
 the lesson's own code; H: N - 1 hops round the ring (an all-reduce: twice); B: the link's bytes per second; L:
-the latency of a hop. C is measured, the "compute alone" of the same run, where hosts that share cores slow
-each other down. Predictions for more ranks than were measured take the C of the first file, and as many
-sequences per rank, so N times the batch.
+the latency of a hop. C is measured, the median "compute alone" of all lessons in the file, where hosts that
+share cores slow each other down. Predictions for more ranks than were measured take the C of the first file,
+and as many sequences per rank, so N times the batch.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main():
         cases += [(benches[0], ranks, None) for ranks in FAR]
         for bench, ranks, table in cases:
             parts = traffic(lesson, ranks, flags_of(bench, ranks))
-            compute = (table or benches[0]["lessons"][lesson])["compute alone"]["ms"] / 1e3
+            compute = statistics.median(t["compute alone"]["ms"] for t in bench["lessons"].values()) / 1e3
             rate = bytes_per_second(bench["rate"])
             ms = 1e3 * predict(compute, parts, ranks, rate, latency)
             sent = sum(wire for wire, _ in parts) / 1e6
