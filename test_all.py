@@ -3685,7 +3685,8 @@ def check_layer(path):
     for how, size in expected.items():
         assert plan.layer_activations(shape, b, *how) == size, how
         flash = ("selective" if how[0] == "none" else how[0], *how[1:])
-        assert plan.layer_activations(shape, b, *how, flash=True) == expected[flash], how
+        size = expected.get(flash, 34 * sbh)
+        assert plan.layer_activations(shape, b, *how, flash=True) == size, how
     fp32 = plan.layer_activations(shape, b, "none", t, True, 4)
     assert fp32 == sbh / t * (2 * 34 - 2 + scores * 9 / 5)  # masks stay a byte, of 2 and of 5 parts one
     saved = 1 - plan.layer_activations(shape, b, "selective") / plan.layer_activations(shape, b)
@@ -3901,7 +3902,7 @@ def check_advice(path):
         if not best:
             assert why.startswith("Nothing fits")
             enough = re.search(r"(\d+) GPUs would", why)
-            lightest = f"{flags} --micro-batch 1 --recompute full"
+            lightest = f"{flags} --micro-batch 1" + " --recompute full" * bool(job.shape)
             fits = lambda gpus: plan.row(job_of(plan, f"{lightest} --gpus {gpus}"), 3)["fits"]  # noqa: B023, E731
             assert not enough or (fits(int(enough[1])) and not fits(int(enough[1]) - 1))
             continue
@@ -4180,9 +4181,9 @@ PLAN_MUTANTS = [
     ("plan", "counts", "(first or last)", "first"),
     ("plan", "counts", "(shape.layers + stage) // pipeline", "shape.layers // pipeline"),
     ("plan", "whole model", "ends[0] * numbers", "ends[0] * width * numbers"),
-    ("plan", "table 2", '* (recompute == "none")', '* (recompute != "full")'),
+    ("plan", "table 2", 'recompute == "none" and', 'recompute != "full" and'),
     ("plan", "table 2", "peak = max(whole - kept, ends[1] * head)", "peak = ends[1] * head"),
-    ("plan", "table 2", "(tensor if sequence_parallel else 1)\n    scores", "tensor\n    scores"),
+    ("plan", "table 2", "(tensor if sequence_parallel else 1)\n    stored", "tensor\n    stored"),
     ("plan", "plan wire", "1 + microbatches, 3 * microbatches", "2 * microbatches, 3 * microbatches"),
     ("plan", "plan wire", '4 * (recompute == "full")', "0"),
     ("plan", "plan wire", "ends.count(False)", "2"),
