@@ -4496,7 +4496,10 @@ def test_an_overlap_is_drawn_from_the_last_step_of_a_trace(tmp_path):
     lanes = dict(zip(lanes[::2], lanes[1::2]))
     assert list(lanes) == ["compute", "all-gather", "all-reduce", "reduce-scatter"]
     units = 2 + 1  # two blocks, and what is in none
-    assert [lanes[kind].count('height="24"') for kind in ("all-gather", "reduce-scatter")] == [units, units]
+    gathered, reduced = (lanes[kind].count('height="24"') for kind in ("all-gather", "reduce-scatter"))
+    assert reduced == units
+    # step() launches gathers as its last act, so a thread may begin with one before or after the step's end.
+    assert abs(gathered - units) <= 1
     starts = [
         float(x)
         for x in re.findall(r'<rect x="([\d.]+)" y="\d+" width="[\d.]+" height="24"', lanes["compute"])
