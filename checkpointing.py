@@ -33,10 +33,10 @@ Run
 
 Expect
     checkpointing | 1 rank gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 16 x 1 microbatches
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 843.8 ms | 1.2 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 212.4 ms | 4.8 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 144.6 ms | 7.1 k tok/s
-    forward and backward: 123.6 ms, without checkpoints 110.4 (+12.0%); 5.50 GFLOP (+0.0%)
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 245.1 ms | 4.2 k tok/s
+    forward and backward: 311.0 ms, without checkpoints 287.4 (+8.2%); 5.50 GFLOP (+0.0%)
     held per rank     formula                           measured
       parameters      4P                     3.34 MB     3.34 MB
       gradients       4P                     3.34 MB     3.34 MB

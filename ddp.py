@@ -23,9 +23,9 @@ Run
 
 Expect
     ddp | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 287.8 ms | 3.6 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 2019.5 ms | 0.5 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 45.7 ms | 22.4 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 132.7 ms | 7.7 k tok/s
     held per rank     formula                           measured
       parameters      4P                     3.34 MB     3.34 MB
       gradients       4P                     3.34 MB     3.34 MB

@@ -31,9 +31,9 @@ Run
 
 Expect
     dp_threads | 4 replicas threads/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 4 per replica x 1 x 4 replicas
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 526.7 ms | 1.9 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 817.5 ms | 1.3 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 49.7 ms | 20.6 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 120.4 ms | 8.5 k tok/s
     held per device   formula                           measured
       parameters      4P                     3.34 MB     3.34 MB
       gradients       4P                     3.34 MB     3.34 MB

@@ -34,9 +34,9 @@ Run
 
 Expect
     pipeline | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 2 x 8 microbatches
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 2013.7 ms | 0.5 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 1334.2 ms | 0.8 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 112.3 ms | 9.1 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 159.9 ms | 6.4 k tok/s
     held per rank     formula                           measured
       parameters      4P_i                   1.75 MB     1.75 MB
       gradients       4P_i                   1.75 MB     1.75 MB
@@ -47,9 +47,9 @@ Expect
     rank  stages          parameters  in flight   activations       bound
     0     0                   0.44 M          2       4.21 MB     4.21 MB
     1     1                   0.43 M          1       2.37 MB     2.37 MB
-    idle: measured 19.0%, played with the measured times 16.0%, closed form 11.1%; the last step:
-    rank 0  F0fF1f........B0bbbF2ff..B1bbF3f....B2bbF4f.....B3bbF5f...B4bbbbbF6f..B5bbbF7ff..B6bb.......B7bb
-    rank 1  ...F0ffB0bbbb.F1ffB1bbbbbF2ffB2bbbbbF3ffB3bbbbbbF4ffB4bbbb.F5ffB5bbbbbF6ffB6bbbbbF7ffB7bbbbb....
+    idle: measured 21.0%, played with the measured times 16.0%, closed form 11.1%; the last step:
+    rank 0  F0ffF1ffffffffB0bbbbbbbbF2ffB1bbbbbbF3fff.B2bbF4ffff..B3bbbbF....B4bbbF6f..B5bbbbF7ffB6bb....B7b
+    rank 1  ...F0fB0bbb..F1ffffB1bbbbb....F2ffB2bbbbbbbF3fffB3b......F4fffB4bbbbF5ffB5bbF6B6bbbbbbbF7fB7bb..
 
 Left out
     Data parallelism beside it, a schedule found by search (ZB-V), activations of several shapes, dropout,

@@ -23,9 +23,9 @@ Run
 
 Expect
     single | 1 rank gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 16 per rank x 1 x 1 rank
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 228.5 ms | 4.5 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 333.7 ms | 3.1 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 38.3 ms | 26.7 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 131.4 ms | 7.8 k tok/s
     held per rank     formula                           measured
       parameters      4P                     3.34 MB     3.34 MB
       gradients       4P                     3.34 MB     3.34 MB

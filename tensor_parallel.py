@@ -34,9 +34,9 @@ Run
 
 Expect
     tensor_parallel | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 16 x 1 microbatches
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 4290.3 ms | 0.2 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 3114.9 ms | 0.3 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 155.4 ms | 6.6 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 151.9 ms | 6.7 k tok/s
     held per rank     formula                           measured
       parameters      4(S/N+R)               1.69 MB     1.69 MB
       gradients       4(S/N+R)               1.69 MB     1.69 MB

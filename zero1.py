@@ -27,9 +27,9 @@ Run
 
 Expect
     zero1 | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 203.6 ms | 5.0 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 647.9 ms | 1.6 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 50.6 ms | 20.2 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 160.0 ms | 6.4 k tok/s
     held per rank     formula                           measured
       parameters      4P                     3.34 MB     3.34 MB
       gradients       4P                     3.34 MB     3.34 MB

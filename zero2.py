@@ -29,9 +29,9 @@ Run
 
 Expect
     zero2 | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 161.7 ms | 6.3 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 773.8 ms | 1.3 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 48.1 ms | 21.3 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 115.0 ms | 8.9 k tok/s
     held per rank     formula                           measured
       parameters      4P                     3.34 MB     3.34 MB
       gradients       4P/N + 4 units         4.21 MB     4.00 MB

@@ -31,9 +31,9 @@ Run
 
 Expect
     zero3 | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 199.7 ms | 5.1 k tok/s
+    step  1/20 | loss 5.5011 | grad norm 6.577 | 409.7 ms | 2.5 k tok/s
     ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 53.3 ms | 19.2 k tok/s
+    step 20/20 | loss 3.0858 | grad norm 1.224 | 138.3 ms | 7.4 k tok/s
     held per rank     formula                           measured
       parameters      4P/N + 3 units         3.42 MB     3.42 MB
       gradients       4P/N + 4 units         4.21 MB     4.00 MB
