@@ -45,7 +45,8 @@ Expect
 
 Left out
     Choosing what to keep by measured cost (a knapsack), CUDA graphs, a function that calls backward() itself,
-    and other devices' random states than those of the arguments.
+    other devices' random states than those of the arguments, and what else than autocast a `with` around the
+    call sets (sdpa_kernel, say: put it around backward() as well).
 """
 
 import argparse
@@ -282,7 +283,10 @@ class Surroundings:
 
 
 class Inputs(torch.autograd.Function):
-    """Saves tensors for a backward that never comes, so that hooks can decide where they stay."""
+    """Saves tensors for a backward that never comes, so that hooks decide where they stay.
+
+    They come back through the same hooks when its node is asked for .saved_tensors.
+    """
 
     @staticmethod
     def forward(ctx, anchor, *tensors):
@@ -311,7 +315,7 @@ class Checkpoint:
     def __init__(self, function, args, kwargs, keep, hooks):
         self.function, self.keep = function, keep
         leaves, self.structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(leaves)
         self.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.learns = [leaf.requires_grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         self.surroundings = Surroundings(tensors)
@@ -339,7 +343,7 @@ class Checkpoint:
 
     def arguments(self):
         """As the function got them, on a graph of their own."""
-        tensors, leaves = iter(self.inputs.saved_tensors), list(self.others)  # the hooks bring them back
+        tensors, leaves = iter(self.inputs.saved_tensors), list(self.others)
         for i, learns in enumerate(self.learns):
             if learns is not None:
                 leaves[i] = next(tensors).detach().requires_grad_(learns)

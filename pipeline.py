@@ -3,9 +3,9 @@
 Idea
     Rank i holds stage i, its share of the layers. A batch is cut into m microbatches, so that all stages
     work at once, each on another one. Which forward or backward a rank does next is data, a list of actions:
-    GPipe (arXiv 1811.06965), 1F1B (PipeDream-flush, arXiv 2006.09503), interleaved 1F1B (Megatron-LM, arXiv
-    2104.04473, section 2.2), ZB-H1 and ZB-H2 (Zero Bubble, arXiv 2401.10241, section 2). One small loop runs
-    any such list.
+    naive (one microbatch at a time), GPipe (arXiv 1811.06965), 1F1B (PipeDream-flush, arXiv 2006.09503),
+    interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2), ZB-H1 and ZB-H2 (Zero Bubble, arXiv
+    2401.10241, section 2). One small loop runs any such list.
 
 Holds
     Rank i: 1/p of the layers, with their gradients and optimizer states (the first also the embedding, the
@@ -24,7 +24,8 @@ Talks
 Costs
     Each rank but the ends sends 2 m b T D elements a step, whatever P is, and v times that interleaved with v
     chunks. The price is idle time, (p-1)/m of the work's in gpipe and 1f1b, (p-1)/(vm) interleaved: as a part
-    of all time, which is what a run prints, (p-1)/(m+p-1) and (p-1)/(vm+p-1).
+    of all time, which is what a run prints, (p-1)/(m+p-1) and (p-1)/(vm+p-1): as measured, as the schedule
+    comes to when it is played with the time that each action took, and in closed form.
     Zero bubble cuts backward in two: B, the gradient of the input, which the stage before waits for, and W,
     the gradients of the weights, which nobody waits for and which fill the gaps.
 
