@@ -1,54 +1,40 @@
-"""DDP: every rank holds the whole model and draws a share of the batch; backward averages the gradients.
+"""DDP: every rank has the whole model and trains on 1/N of the batch; gradients are averaged during backward.
 
 Idea
-    Each of N ranks computes the gradients of its B/N sequences. Their mean over ranks is the gradient of the
-    batch, so all replicas take the same step. Gradients that are ready leave in buckets while earlier layers
-    still compute (PyTorch Distributed, arXiv 2006.15704, section 3.2).
+    Each of N ranks computes the gradients of its share of the batch. Their mean over ranks is the gradient of
+    the whole batch, so all ranks take the same step. Backward reaches the last layers first; their gradients
+    travel, in buckets, while it computes those of earlier layers (PyTorch Distributed, arXiv 2006.15704).
 
-Holds
-    Every rank, whole: parameters 4P, gradients 4P (one flat copy), AdamW 8P bytes; in bf16 2P, 2P, 12P.
+Memory (bytes; P parameters)
+    parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wP
+    optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
 
-Talks
-    compute | forward | backward, from the last layer to the first | wait   | clip, step |
-    network |         |    bucket 1 | bucket 2 | bucket 3 | ...    bucket k |            |
-    A bucket is one all-reduce; the first are small, to leave early. At the start a broadcast from rank 0.
+Communication
+    compute | forward | backward: layer 4 | layer 3  | layer 2  | layer 1  |          | clip, step
+    network |         |                   | bucket 1 | bucket 2 | bucket 3 | bucket 4 |
 
-Costs
-    Memory as on one device. On a ring, an all-reduce of S bytes sends 2S(N-1)/N per rank: in fp32 8P(N-1)/N
-    a step, however many microbatches. For each parameter a flag travels along, whether it was used.
+Costs (bytes that a rank of a ring sends in a step)
+    all-reduce    2wP(N-1)/N
+    An all-reduce of S bytes sends 2S(N-1)/N. There is one in a step, for any number of microbatches.
 
 Run
     torchrun --nproc_per_node=2 ddp.py
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
-Expect
-    ddp | 2 ranks gloo/cpu | 0.83 M parameters (P) | fp32 | batch 16 = 8 per rank x 1 x 2 ranks
-    step  1/20 | loss 5.5011 | grad norm 6.577 | 2019.5 ms | 0.5 k tok/s
-    ...
-    step 20/20 | loss 3.0858 | grad norm 1.224 | 132.7 ms | 7.7 k tok/s
-    held per rank     formula                           measured
-      parameters      4P                     3.34 MB     3.34 MB
-      gradients       4P                     3.34 MB     3.34 MB
-      optimizer       8P                     6.67 MB     6.67 MB
-    sent per rank and step (ring bytes)
-      all-reduce      8P(N-1)/N              3.34 MB     3.34 MB
-
 Left out
-    Buckets in the order that backward() shows, buffers broadcast in every step, compressed gradients, sparse
-    and complex parameters, create_graph=True.
+    Buckets in the order in which gradients land, buffers broadcast in every step, compressed gradients,
+    parameters that only some ranks use.
 """
 
 import argparse
-import functools
-import json
-import operator
+import math
 import os
 import sys
 import time
-import weakref
-from collections import Counter, deque
+from collections import deque
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,13 +43,183 @@ import torch.distributed as dist
 import torch.distributed.nn  # torch.optim would load it later, and then it would hold on to our process group
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+
+class DDP(nn.Module):
+    """Averages a module's gradients over the ranks of `group` (section 3.2). The plain way, after backward:
+
+        for param in module.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+    Here they travel during backward, several parameters' at once. In a step, all backwards but the last stand
+    in no_sync(); then come clip_grad_norm_(), after which every .grad is the mean over ranks, and
+    optimizer.step(). All ranks start with rank 0's weights. Parameters without a gradient get zeros.
+
+    bucket_cap_mb: MiB in an all-reduce (None: a fifth of all, at most 25). overlap: False waits for backward.
+    """
+
+    def __init__(self, module, bucket_cap_mb=None, overlap=True, group=None):
+        super().__init__()
+        self.module = module
+        self.overlap = overlap
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.syncing = True
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, group_src=0, group=group)
+        params = [param for param in module.parameters() if param.requires_grad]
+        if bucket_cap_mb is None:
+            bucket_cap_mb = min(sum(param.nbytes for param in params) / 5 / 2**20, 25)
+        self.buckets = fill_buckets(params[::-1], bucket_cap_mb)  # about the order in which gradients land
+        self.to_launch = deque(self.buckets)
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(partial(self._gradient_landed, bucket))
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self):
+        """Within it, backward only adds to this rank's own gradients."""
+        self.syncing = False
+        yield
+        self.syncing = True
+
+    def _gradient_landed(self, bucket, param):
+        assert param in bucket.pending, "all backwards of a step but the last belong in no_sync()"
+        bucket.land(param)
+        if self.syncing:
+            bucket.pending.discard(param)
+        # All ranks must launch buckets in the same order, or they would add up different ones.
+        while self.overlap and self.to_launch and not self.to_launch[0].pending:
+            self._launch()
+
+    def _launch(self):
+        """Start the next bucket's all-reduce."""
+        bucket = self.to_launch.popleft()
+        for param in bucket.pending:
+            bucket.land(param)
+        bucket.work = dist.all_reduce(bucket.flat_grad, group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm):
+        """Make each .grad the ranks' mean, scaled to a norm of max_norm at most. Returns the norm."""
+        while self.to_launch:
+            self._launch()
+        self.to_launch = deque(self.buckets)
+        squares = 0
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.pending = set(bucket.params)
+            squares += bucket.flat_grad.square().sum(dtype=torch.float64)
+        norm = squares.sqrt() / self.world_size  # ranks' gradients were added up, and we want their mean
+        for bucket in self.buckets:
+            bucket.flat_grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1) / self.world_size)
+        return norm
+
+
+class Bucket:
+    """Parameters whose gradients travel together, as views of flat_grad."""
+
+    def __init__(self, params):
+        self.params = params
+        self.pending = set(params)  # whose gradients have not landed
+        sizes = [param.numel() for param in params]
+        self.flat_grad = params[0].detach().new_zeros(sum(sizes))
+        self.views = {}
+        for param, piece in zip(params, self.flat_grad.split(sizes)):
+            self.views[param] = piece.view_as(param)
+
+    def land(self, param):
+        """Move a parameter's gradient into flat_grad, where later backwards of the step will add to it."""
+        view = self.views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad is not view:
+            view.copy_(param.grad)
+        param.grad = view
+
+
+def fill_buckets(params, cap_mb):
+    """Buckets of cap_mb MiB and at most one parameter more. The first has 1 MiB, so that it leaves early."""
+    buckets = []
+    filling = []
+    for param in params:
+        filling.append(param)
+        cap = cap_mb if buckets else min(cap_mb, 1)
+        if sum(param.nbytes for param in filling) >= cap * 2**20:
+            buckets.append(Bucket(filling))
+            filling = []
+    if filling:
+        buckets.append(Bucket(filling))
+    return buckets
+
+
+class MasterWeights:
+    """An optimizer of bf16 parameters that steps fp32 copies (ZeRO, arXiv 1910.02054, section 3.1).
+
+    Each copy has an optimizer of its own, so that one fp32 gradient is alive at a time.
+    """
+
+    def __init__(self, params, optimizer_class, **options):
+        self.optimizers = {}
+        for param in params:
+            master = nn.Parameter(param.detach().float())
+            self.optimizers[param] = optimizer_class([master], **options)
+
+    @torch.no_grad()
+    def step(self):
+        for param, optimizer in self.optimizers.items():
+            (master,) = optimizer.param_groups[0]["params"]
+            master.grad = param.grad.float()
+            optimizer.step()
+            param.copy_(master)
+            master.grad = None
+
+
+def train(config):
+    """Train as the flags say."""
+    device, text = set_up(config, f" | bucket cap {config.bucket_cap_mb} | no-overlap {config.no_overlap}")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    ddp = DDP(model, config.bucket_cap_mb, not config.no_overlap)
+    optimizer_class = OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
+    else:
+        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        loss = 0
+        for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
+            with nullcontext() if i == config.accum else ddp.no_sync():
+                # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+                microloss = mean_loss(ddp(inputs), targets) / config.accum
+                microloss.backward()
+            loss += microloss.detach()
+        grad_norm = ddp.clip_grad_norm_(config.clip or math.inf)
+        optimizer.step()
+        model.zero_grad()
+        dist.all_reduce(loss)
+        print_step(config, step, loss / world_size, grad_norm, started)
+    if config.save and rank == 0:
+        torch.save(model.state_dict(), config.save)
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--bucket-cap-mb", type=float, help="MiB of gradients in an all-reduce")
+    parser.add_argument("--no-overlap", action="store_true", help="communicate after backward")
+    return parser.parse_args(arguments)
+
 
 # ==== toy model: the same lines in every lesson ====
-SIZES = {"toy": (4, 4, 128, 64, 256), "small": (6, 8, 256, 128, 256), "gpt2": (12, 12, 768, 1024, 50257)}
-SIZES |= {"gpt2-xl": (48, 25, 1600, 1024, 50257), "7.5b": (32, 34, 4352, 2048, 50257)}
-SHAPE = ("layers", "heads", "width", "context", "vocab")  # text is bytes: the first 256 of the vocabulary
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -71,100 +227,81 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 def flags():
     """The parser of the flags that every lesson has."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error, add = refuse, parser.add_argument
-    add("--size", default="toy", choices=SIZES, help=", ".join(SHAPE) + " together")
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
     for name in SHAPE:
-        add("--" + name, type=int, help="in place of the size's")
-    add("--steps", type=int, default=20, help="optimizer steps")
-    add("--batch", type=int, default=16, help="sequences in the global batch of an optimizer step")
-    add("--accum", type=int, default=1, help="microbatches that each rank accumulates per step")
-    add("--optim", default="adamw", choices=OPTIMIZERS, help="sgd shows a wrong scale, adamw hides it")
-    add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--clip", type=float, default=1.0, help="limit of the global gradient norm (0: none)")
-    add("--seed", type=int, default=0, help="seed of weights and batches")
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 keeps fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if each rank has a GPU")
-    add("--data", help="text file or folder, read as bytes (none: the sources of Python's standard library)")
-    add("--save", help="file for the full-precision state_dict")
-    add("--json", help="file for the ledger")
-    add("--trace", help="folder for a Chrome trace per rank (its first step is slow: the ledger looks on)")
+        add(f"--{name}", type=int, help="in place of the size's")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
     return parser
 
 
 def refuse(problem):
     """End this rank with exit code 2; rank 0 says in one line what to change."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"{os.path.basename(sys.argv[0])}: {problem}", file=sys.stderr)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
     sys.exit(2)
 
 
-def set_up(config):
-    """Join (once) the world that torchrun describes, or a world of one. Returns the device and the text."""
-    gpus, device = torch.cuda.device_count() * (config.device != "cpu"), torch.device("cpu")
-    gpu_each = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if gpu_each or (gpus and config.device == "cuda"):
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(minutes=10), **alone)
-    for name, value in zip(SHAPE, SIZES[config.size]):
-        setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
-    root = Path(config.data or os.path.dirname(os.__file__))
-    files = [root] if root.is_file() else sorted(root.rglob("*") if config.data else root.glob("*.py"))
-    files = [np.memmap(f, np.uint8, "r") for f in files if f.is_file() and f.stat().st_size]
-    text = files[0] if len(files) == 1 else np.concatenate([*files, np.empty(0, np.uint8)])
-    problems = [None] * dist.get_world_size()  # of all ranks: a file may be missing on one host only
-    dist.all_gather_object(problems, next(find_problems(config, device, len(text)), None))
-    if any(problems):
-        refuse(next(filter(None, problems)))
-    torch.manual_seed(config.seed)
-    return device, text
-
-
-def find_problems(config, device, text_bytes):
-    """Yield what stands in the way of training, each in one line."""
-    for name, value in vars(config).items():  # counts start at 1, other numbers at 0
-        least = {"seed": 0, "prefetch": 0, "staleness": 0, "vocab": 256}.get(
-            name, 1 if type(value) is int else 0
-        )
-        if type(value) in (int, float) and not least <= value < 2**63:
-            yield f"--{name.replace('_', '-')} {value}: must be {least} or more, and below 2^63"
-    if config.device == "cuda" != device.type:
-        yield "--device cuda: no GPU is visible here; use --device cpu"
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
     if config.width % config.heads:
-        yield f"--width {config.width}: must be a multiple of --heads {config.heads}"
-    if config.data and not os.path.exists(config.data):
-        yield f"--data {config.data}: no such file or folder"
-    if text_bytes <= config.context:
-        yield f"--data {config.data}: {text_bytes} bytes there, too few for --context {config.context}"
-    for path in filter(None, (config.save, config.json, config.trace)):
-        writable = os.access(os.path.join(Path(path).parent, "."), os.W_OK)
-        wrong_kind = os.path.isfile(path) if path == config.trace else os.path.isdir(path) or path[-1] == "/"
-        if dist.get_rank() == 0 and (wrong_kind or not writable):
-            yield f"{path}: cannot be written; its parent folder must exist, and --trace alone is a folder"
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, ranks=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / ranks / accum, T) each."""
-    generator = np.random.default_rng((config.seed, step))
-    starts = generator.integers(len(text) - config.context, size=config.batch)
-    for own in starts.reshape(ranks, config.accum, -1)[rank]:
-        tokens = torch.from_numpy(np.stack([text[i : i + config.context + 1] for i in own])).to(device).long()
-        yield tokens[:, :-1], tokens[:, 1:]
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block with H heads, (B, T, D) -> (B, T, D)."""
-
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
     def __init__(self, heads, width):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
@@ -174,378 +311,40 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy, fp32 at least, of logits (B, T, V) and targets (B, T)."""
-    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets.flatten())
-
-
 class GPT(nn.Module):
-    """Logits (B, T, V) of inputs (B, T), or with targets their mean loss. The head is the embedding."""
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
 
     def __init__(self, config):
         super().__init__()
-        self.tokens, self.positions = (nn.Embedding(n, config.width) for n in (config.vocab, config.context))
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for matrix in (p for p in self.parameters() if p.dim() == 2):
             nn.init.normal_(matrix, std=0.02)
 
-    def forward(self, inputs, targets=None):
-        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)  # (B, T, V)
-        return logits if targets is None else mean_loss(logits, targets)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
 
 
 # ==== end of the toy model ====
-
-
-class Optimizer:
-    """A torch optimizer on fp32 masters of the bf16 parameters, and on the other parameters themselves."""
-
-    def __init__(self, params, optimizer_class, **options):
-        params = [p for p in params if p.requires_grad]
-        self.masters = {p: p.detach().float() if p.dtype == torch.bfloat16 else p for p in params}
-        self.groups = []
-        for i in range(0, len(params), 16):  # so that 16 gradients at most are copied to fp32 at a time
-            group = params[i : i + 16]
-            self.groups.append((group, optimizer_class([self.masters[p] for p in group], **options)))
-
-    @torch.no_grad()
-    def step(self):
-        for params, optimizer in self.groups:
-            copied = [p for p in params if p is not self.masters[p] and p.grad is not None]
-            for p in copied:
-                self.masters[p].grad = p.grad.float()
-            optimizer.step()
-            for p in copied:
-                p.copy_(self.masters[p])
-                self.masters[p].grad = None
-
-    def tensors(self):
-        """What it holds beyond the model: masters, moments, step counts."""
-        masters = [master for p, master in self.masters.items() if p is not master]
-        return masters + tree_leaves([optimizer.state for _, optimizer in self.groups])
-
-    def state_dict_of(self, model):
-        """The model's, with masters in place of the parameters that have them."""
-        tensors = model.state_dict(keep_vars=True)
-        return {name: self.masters.get(tensor, tensor).detach() for name, tensor in tensors.items()}
-
-
-class Bucket:
-    """One flat gradient, of which its parameters' .grad become views; behind them a flag for each."""
-
-    def __init__(self, params):
-        sizes = [p.numel() for p in params]
-        self.params, self.waiting_for, self.unused = params, set(params), []
-        self.flat = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
-        self.gradients, self.flags = self.flat.split([sum(sizes), len(params)])
-        # Each view has its parameter's order of dims (channels last, say), as fused optimizers rely on it.
-        strides = [torch.empty_like(p, device="meta").stride() for p in params]
-        pieces = zip(params, strides, self.gradients.split(sizes))
-        self.views = {p: piece.as_strided(p.shape, stride) for p, stride, piece in pieces}
-        self.flag = dict(zip(params, self.flags.split(1)))
-
-
-def fill_buckets(params, bucket_mb):
-    """Yield buckets of parameters of one dtype: 1 MiB, 2, 4 and so on up to bucket_mb, or a little more."""
-    filling, limit = {}, min(1, bucket_mb)
-    for p in params:
-        bucket = filling.setdefault((p.dtype, p.device), [])
-        bucket.append(p)
-        if sum(q.nbytes for q in bucket) >= limit * 2**20:
-            yield Bucket(filling.pop((p.dtype, p.device)))
-            limit = min(2 * limit, bucket_mb)
-    yield from map(Bucket, filling.values())
-
-
-class DDP(nn.Module):
-    """Averages the gradients of `module` over the ranks of `group` (arXiv 2006.15704, section 3.2).
-
-    Wrap before making the optimizer: all ranks get rank 0's parameters and buffers. In a step, all backward()
-    but the last stand in no_sync(). After the last call wait_for_gradients() or clip_grad_norm_(), with no
-    other collective on `group` in between: then each .grad is the mean. Raises ValueError if the ranks'
-    models differ, RuntimeError if a step has a second backward() outside no_sync().
-
-    bucket_mb: MiB of gradients in an all-reduce (0: one all-reduce per parameter; None: a fifth of all, 25 at
-    most). overlap: start an all-reduce when its bucket is full, rather than after backward().
-    """
-
-    def __init__(self, module, bucket_mb=None, overlap=True, group=None):
-        super().__init__()
-        self.module, self.overlap, self.group, self.syncing = module, overlap, group, True
-        self.ranks = dist.get_world_size(group)
-        tensors = [*module.parameters(), *module.buffers()]
-        shapes, everyone = [(t.shape, t.dtype, t.requires_grad) for t in tensors], [None] * self.ranks
-        dist.all_gather_object(everyone, shapes, group)
-        if any(other != shapes for other in everyone):
-            raise ValueError("the ranks' models differ in the shape, dtype or requires_grad of some tensor")
-        for tensor in tensors:
-            whole = tensor.detach().contiguous()  # gloo would write over the gaps of another layout
-            dist.broadcast(whole, group_src=0, group=group)
-            tensor.detach().copy_(whole)
-        params = [p for p in module.parameters() if p.requires_grad][::-1]  # about the order of backward()
-        if not params:
-            raise ValueError("no parameter requires a gradient")
-        if bucket_mb is None:
-            bucket_mb = min(sum(p.nbytes for p in params) / 5 / 2**20, 25)
-        self.buckets = list(fill_buckets(params, bucket_mb))
-        self.to_launch = deque(self.buckets)
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        for p in params:
-            p.register_post_accumulate_grad_hook(self._collect)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self):
-        """Within it, backward() only adds to this rank's own gradients."""
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
-
-    def _collect(self, param):
-        """Hook, when backward() is done with a parameter: move its gradient into the bucket."""
-        bucket = self.bucket_of[param]
-        if param not in bucket.waiting_for:
-            raise RuntimeError(
-                "backward() after the last of a step: first wait_for_gradients(), or use no_sync()"
-            )
-        gradient, param.grad = param.grad, bucket.views[param]
-        if not self.syncing:
-            if gradient is not param.grad:
-                param.grad.copy_(gradient)
-            return
-        bucket.waiting_for.remove(param)
-        # Ranks will be summed and their mean is wanted, so each share is divided: here, on its only move.
-        torch.div(gradient, self.ranks, out=param.grad)
-        while self.overlap and self.to_launch and not self.to_launch[0].waiting_for:
-            self._launch()
-
-    def _launch(self):
-        """Start the next all-reduce: the same next on every rank, or they would add up different buckets."""
-        bucket = self.to_launch.popleft()
-        bucket.flags.fill_(1)
-        for param in bucket.waiting_for:  # those that the last backward() gave no gradient
-            if param.grad is None:  # unused on this rank, but perhaps not on all
-                bucket.views[param].zero_()
-                bucket.flag[param].zero_()
-                bucket.unused.append(param)
-            else:  # used in an earlier microbatch
-                gradient, param.grad = param.grad, bucket.views[param]
-                torch.div(gradient, self.ranks, out=param.grad)
-        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
-
-    def _arrivals(self):
-        """Yield each bucket when it holds means over ranks (on NCCL the stream waits, not the host)."""
-        while self.to_launch:
-            self._launch()
-        for bucket in self.buckets:
-            bucket.work.wait()
-            # What no rank used gets no gradient, as on one device; what some rank used gets the mean.
-            for param in bucket.unused:
-                param.grad = bucket.views[param] if bucket.flag[param] > 0 else None
-            bucket.waiting_for, bucket.unused = set(bucket.params), []
-            yield bucket
-        self.to_launch = deque(self.buckets)
-
-    def wait_for_gradients(self):
-        """After the last backward() of a step: from here on .grad is the mean over the ranks."""
-        for _ in self._arrivals():
-            pass
-
-    def clip_grad_norm_(self, max_norm):
-        """wait_for_gradients() that also scales them to a global norm of at most max_norm (0: any).
-
-        Returns the norm before. A bucket's share of it is computed while the next buckets are on their way.
-        """
-        norms = []
-        for bucket in self._arrivals():
-            wide = torch.promote_types(bucket.flat.dtype, torch.float32)
-            norms.append(torch.linalg.vector_norm(bucket.gradients, dtype=wide).double())
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        if max_norm:
-            scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-            for bucket in self.buckets:  # always, as `if scale < 1` would make the host wait for the device
-                bucket.gradients.mul_(scale)
-        return norm
-
-
-# ==== ledger: the same lines in every lesson ====
-# {operator: (what it does, passes round the ring)}; gloo has its reduce-scatter from an all-to-all.
-RING = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1), "send": ("send", 0)}
-RING |= {"alltoall": ("reduce-scatter", 1), "allgather": ("all-gather", 1), "broadcast": ("broadcast", 0)}
-
-
-class Ledger(TorchDispatchMode):
-    """Prints the run. While on, it sees every operator: bytes alive, by name, and given to collectives."""
-
-    one, held, sent = "rank", "held per rank", "sent per rank and step (ring bytes)"
-    profile, data_parallel = torch.profiler.profile, True
-
-    def __init__(self, lesson, config, device, model, gradients=None, threads=0):
-        super().__init__()
-        params = list(model.parameters())  # once: to walk the modules at every operator is slow
-        self.gradients = gradients or (lambda: [p.grad for p in params])
-        self.config, self.clock = config, time.perf_counter()
-        self.known, self.alive, self.seen = {}, Counter(), Counter()
-        ranks, backend = (threads, "threads") if threads else (dist.get_world_size(), dist.get_backend())
-        P = sum(p.numel() for p in params)
-        self.result = {"lesson": lesson, "world_size": ranks, "backend": backend, "device": device.type}
-        self.result |= {"dtype": config.dtype, "n_params": P, "losses": [], "grad_norms": [], "step_ms": []}
-        self.say = print if dist.get_rank() == 0 else lambda line: None
-        who = f"{ranks} {self.one}{'s'[: ranks - 1]}"
-        share = f"{config.batch // ranks // config.accum} per {self.one} x {config.accum} x {who}"
-        share = (
-            share if self.data_parallel else f"{config.batch // config.accum} x {config.accum} microbatches"
-        )
-        size = f"{P / 1e6:.2f} M parameters (P) | {config.dtype} | batch {config.batch} = {share}"
-        self.say(f"{lesson} | {who} {backend}/{device.type} | {size}")
-        self.watch("parameters", [*params, *model.buffers()])
-        if config.trace:
-            keep = torch.profiler.tensorboard_trace_handler(config.trace, f"{lesson}-rank{dist.get_rank()}")
-            self.profiler = self.profile(on_trace_ready=keep)
-            self.profiler.start()
-
-    def watch(self, name, tensors, count=True):
-        """Count the storages of these tensors as `name` for as long as they live."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage(), name)
-        if count:
-            self.seen |= self.alive | Counter(peak_bytes=self.alive.total())
-
-    def _note(self, storage, name="other"):
-        key, size = id(storage), storage.nbytes()
-        if key not in self.known:
-            self.known[key] = "other", 0, weakref.ref(storage, lambda _: self._forget(key))
-        old, before, life = self.known[key]
-        name = name if old == "other" else old
-        if (name, size) != (old, before):
-            self.alive[old, "measured"] -= before
-            self.alive[name, "measured"] += size
-            self.known[key] = name, size, life
-
-    def _forget(self, key):
-        name, size, _ = self.known.pop(key)
-        self.alive[name, "measured"] -= size
-
-    def __enter__(self):
-        resize = torch.UntypedStorage.resize_  # no operator, so it is seen in this way
-
-        def resize_and_note(storage, size):
-            resize(storage, size)
-            self._note(storage)
-
-        torch.UntypedStorage.resize_ = resize_and_note
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        del torch.UntypedStorage.resize_
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.watch("gradients", self.gradients(), count=False)
-        self.watch("other", tree_leaves((args, result)))
-        kind = next((kind for kind in RING if function.namespace == "c10d" and kind in function.name()), None)
-        if kind:
-            name, passes = RING[kind]
-            ranks = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject)).size()
-            payload = max(sum(getattr(x, "nbytes", 0) for x in tree_leaves(arg)) for arg in args[:2])
-            wire = payload * passes * (ranks - 1) / ranks if passes else payload
-            self.seen.update({(name, "calls"): 1, (name, "payload"): payload, (name, "wire"): wire})
-        return result
-
-    def log(self, step, loss, grad_norm):
-        """Print a step. Each .item() waits for the device: once a step, at its end."""
-        self.result["losses"].append(loss.item())
-        self.result["grad_norms"].append(grad_norm.item())
-        ms, self.clock = 1e3 * (time.perf_counter() - self.clock), time.perf_counter()
-        self.result["step_ms"] += [ms] if step > 1 else []  # the first is measured, not timed
-        speed = f"{ms:.1f} ms | {self.config.batch * self.config.context / ms:.1f} k tok/s"
-        at = f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}"
-        self.say(f"{at} | loss {loss:.4f} | grad norm {grad_norm:.3f} | {speed}")
-
-    def close(self, state_dict, held, sent):
-        """Print the most that a rank held and sent, beside {name: (formula, bytes)}; write the files."""
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.seen)
-        seen = functools.reduce(operator.or_, everyone)  # the larger of each two counts
-        gpu = self.result["device"] == "cuda"
-        self.result["peak_bytes"] = torch.cuda.max_memory_allocated() if gpu else seen["peak_bytes"]
-        heading = f"{self.held:<18}{'formula':<18}{'':>12}{'measured':>12}"
-        for part, rows, title in ("held", held, heading), ("sent", sent, self.sent):
-            self.result[part], keys = {}, ("measured",) if rows is held else ("calls", "payload", "wire")
-            if rows:
-                self.say(title)
-            for name, (formula, size) in rows.items():
-                row = {key: round(seen[name, key]) for key in keys}
-                self.result[part][name] = row | {"formula": size}
-                self.say(f"  {name:<16}{formula:<18}{size / 1e6:>9.2f} MB{row[keys[-1]] / 1e6:>9.2f} MB")
-        if self.config.trace:
-            self.profiler.stop()
-        if self.config.json and dist.get_rank() == 0:
-            Path(self.config.json).write_text(json.dumps(self.result))
-        if self.config.save and dist.get_rank() == 0:
-            state_dict = {name: tensor.cpu() for name, tensor in state_dict.items()}
-            torch.save(state_dict, self.config.save + ".tmp")
-            os.replace(self.config.save + ".tmp", self.config.save)  # whole or not at all
-        return self.result
-
-
-# ==== end of the ledger ====
-
-
-def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
-    parser = flags()
-    parser.add_argument(
-        "--bucket-mb", type=float, help="MiB in an all-reduce (0: one all-reduce per parameter)"
-    )
-    parser.add_argument(
-        "--overlap", default=True, action=argparse.BooleanOptionalAction, help="with backward"
-    )
-    return parser.parse_args(arguments)
-
-
-def train(config):
-    """Train as the flags say. Returns what --json writes."""
-    device, text = set_up(config)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if config.batch % (ranks * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {ranks} ranks x --accum {config.accum}")
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    ddp = DDP(model, config.bucket_mb, config.overlap)
-    optimizer = Optimizer(model.parameters(), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
-    ledger = Ledger("ddp", config, device, model)
-    for step in range(1, config.steps + 1):
-        with ledger if step == 1 else nullcontext():
-            loss = 0
-            for i, batch in enumerate(microbatches(config, text, step, device, rank, ranks), start=1):
-                with nullcontext() if i == config.accum else ddp.no_sync():
-                    # Gradients add up over microbatches and we want their mean; each is a mean already.
-                    microloss = ddp(*batch) / config.accum
-                    microloss.backward()
-                loss += microloss.detach()
-            grad_norm = ddp.clip_grad_norm_(config.clip)
-            optimizer.step()
-            model.zero_grad()
-        dist.all_reduce(loss)
-        ledger.log(step, loss / ranks, grad_norm)
-    ledger.watch("optimizer", optimizer.tensors())
-    P, w = ledger.result["n_params"], DTYPES[config.dtype].itemsize
-    s = 2 * max(w, 4) * (config.optim == "adamw") + 4 * (w == 2)  # two moments, a master
-    held = {"parameters": (f"{w}P", w * P), "gradients": (f"{w}P", w * P), "optimizer": (f"{s}P", s * P)}
-    wire = 2 * w * (P + len(list(model.parameters()))) * (ranks - 1) / ranks  # with the flags
-    sent = {"all-reduce": (f"{2 * w}P(N-1)/N", round(wire))}
-    return ledger.close(optimizer.state_dict_of(model), held, sent)
 
 
 if __name__ == "__main__":

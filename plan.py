@@ -5,7 +5,7 @@ Idea
     by the N ranks, one after another (ZeRO, arXiv 1910.02054, sections 3 and 5). Activations follow from the
     model's shape (arXiv 2205.05198, sections 4 and 5). Their sum fits on a GPU or it does not.
 
-Holds
+Memory
     P = L(12h^2 + 13h) + hv + sh + 2h parameters: L layers of width h, v tokens in the vocabulary, s in a
     sequence; the head is the embedding. (--params beside a shape sets P; the shape says who has how much.)
     bytes         mixed   fp32    ZeRO-1   ZeRO-2   ZeRO-3
@@ -20,7 +20,7 @@ Holds
     and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head and what a layer computes again.
     Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight.
 
-Talks
+Communication
     A rank's bytes per step on a ring, with w = 2 or 4 bytes a number and k microbatches (--accum):
     DP, ZeRO-1    2wP(N-1)/N       an all-reduce, or its halves (arXiv 1910.02054, section 7)
     ZeRO-2        (1+k)wP(N-1)/N   a reduce-scatter for each microbatch, an all-gather
@@ -32,17 +32,7 @@ Talks
 
 Run
     python plan.py --params 7.5b --gpus 64 --gpu-gb 32
-    python plan.py --size gpt2-xl --gpus 4 --gpu-gb 24 --micro-batch 8 --recompute all --largest
-
-Expect
-    plan | 7.50 G parameters | mixed: 2 + 2 + 12 bytes each | 64 GPUs of 32.0 GB | batch 64 = 1 x 1 x 64 GPUs
-    GB                        parameters  gradients  optimizer  activations       sum  sent/step  fits  idle
-    DP                              15.0       15.0       90.0            -       120       29.5    no     -
-    ZeRO-1                          15.0       15.0       1.41            -      31.4       29.5   yes     -
-    ZeRO-2                          15.0      0.234       1.41            -      16.6       29.5   yes     -
-    ZeRO-3                         0.234      0.234       1.41            -      1.88       44.3   yes     -
-    GB: 10^9 bytes. -: activations need a shape (--size, or --layers --heads --hidden --seq --vocab)
-    Take ZeRO-2: 16.6 GB fit where DP needs 120 GB, and no ZeRO stage that fits sends less.
+    python plan.py --size gpt2-xl --gpus 4 --gpu-gb 24 --micro-batch 8 --recompute all
 
 Left out
     What is whole for a moment, two units and the embedding: at --size 7.5b 1.4 GB of gradients in zero2.py,
@@ -254,35 +244,6 @@ def advise(jobs):
     return None, f"Nothing fits: {why}. {-(-asked.params // share)} GPUs would do."
 
 
-def largest(fits):
-    """The largest count that fits, 0 if none. If a count fits, all below it must."""
-    high = 1
-    while fits(high):
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def deeper(job, layers):
-    """The job with so many layers of the same shape."""
-    shape = job.shape._replace(layers=layers)
-    return changed(job, shape=shape, params=-(-job.params * whole_model(shape) // whole_model(job.shape)))
-
-
-def largest_of(job, found):
-    """What would fit as a row of the table: parameters (with a shape: of as many layers), and sequences."""
-    fits = lambda job: row(job, found["zero"], found["tensor"], found["pipeline"])["fits"]  # noqa: E731
-    if not job.shape:
-        return {"params": largest(lambda params: fits(changed(job, params=params)))}
-    layers = largest(lambda layers: fits(deeper(job, layers)))
-    layers *= layers >= found["pipeline"]  # each stage has one
-    batch = largest(lambda batch: fits(changed(job, micro_batch=batch)))
-    return {"params": deeper(job, layers).params * (layers > 0), "micro_batch": batch, "layers": layers}
-
-
 def giga(size):
     """Three significant digits, in 10^9."""
     if size is None:
@@ -295,8 +256,6 @@ def cells(row):
     yield row["strategy"]
     yield from map(giga, row["bytes"].values())
     yield from ("yes" if row["fits"] else "no", f"{row['idle']:.0%}" if row["pipeline"] > 1 else "-")
-    for name, value in row.get("largest", {}).items():
-        yield f"{giga(value)} G" if name == "params" else value
 
 
 TITLES = ("parameters", "gradients", "optimizer", "activations", "     sum", "sent/step", "fits", "idle")
@@ -313,11 +272,8 @@ def show(jobs, tables, advice):
     print(f"plan | {model} | {gpus} | batch {batch}")
     for job, rows in zip(jobs, tables):
         how = f", recompute {job.recompute}" if job.shape else ""
-        titles = [*TITLES, *(f"{name:>6}" for name in rows[0].get("largest", ()))]
-        for name, *line in [f"GB{how}", *titles], *map(cells, rows):
-            print(f"{name:<24}" + "".join(f"  {x:>{len(t)}}" for t, x in zip(titles, line)))
-    if job.largest:
-        print("params, micro_batch, layers: the largest model (of this width) and batch that fit, each alone")
+        for name, *line in [f"GB{how}", *TITLES], *map(cells, rows):
+            print(f"{name:<24}" + "".join(f"  {x:>{len(title)}}" for title, x in zip(TITLES, line)))
     print("GB: 10^9 bytes. " + (f"{job.attention} attention. {MESHES}" if job.shape else NO_SHAPE))
     print(advice)
 
@@ -357,7 +313,6 @@ def parse(arguments=None):
     add("--attention", default="flash", choices=("flash", "math"), help="math stores its scores")
     add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
     add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
-    add("--largest", action="store_true", help="also the largest model and micro-batch that fit")
     add("--json", help="file for all of it, in bytes ('-': stdout, without the table)")
     job = parser.parse_args(arguments)
     given = {name: vars(job).pop(name) for name in Shape._fields}
@@ -397,8 +352,6 @@ def plan(job):
     jobs = [changed(job, recompute=policy) for policy in policies[: None if job.shape else 1]]
     rows = [replicas(each) + meshes(each) for each in jobs]
     shown = [all[:4] + cheapest(all[4:]) for all in rows]
-    for each, found in ((each, found) for each, table in zip(jobs, shown) for found in table if job.largest):
-        found["largest"] = largest_of(each, found)
     best, why = advise(jobs)
     result = vars(job) | {"shape": job.shape and job.shape._asdict(), "take": best, "why": why}
     result["rows"] = list(itertools.chain(*rows))

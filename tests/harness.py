@@ -1,0 +1,180 @@
+"""Worlds of ranks that live on from test to test, runs of lessons in them, and mutants that must be rejected.
+
+world(4).run(function, ...) calls a function on each of four processes. train(name, 4, flags) runs a lesson
+there, watched by tools/ledger.py. A check is a function of a lesson's name, or path, that asserts a promise;
+rejects(check, ...) holds that it fails, for a given reason, on an edited copy of the lesson.
+"""
+
+import atexit
+import functools
+import gc
+import io
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import types
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = str(ROOT / "LICENSE")
+# 12: ranks 1 to 4 can share the heads, and no unit's size is a multiple of 8
+TINY = f"--layers 3 --heads 12 --width 36 --context 16 --steps 3 --batch 12 --data {TEXT}"
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn", "tests.harness"])
+
+
+class RankError(Exception):
+    """A rank raised something other than an AssertionError."""
+
+
+class Hang(AssertionError):
+    """Ranks did not come back in time."""
+
+
+def serve(rank, size, store, pipe):
+    """A rank: run what comes through the pipe until None comes."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    sys.path[:0] = [str(ROOT)]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    for function, arguments in iter(pipe.recv, None):
+        gc.collect()
+        gc.freeze()  # what is left of former tests is not this one's
+        try:
+            with redirect_stdout(io.StringIO()):
+                answer = function(*arguments)
+            pipe.send((None, answer))
+        except AssertionError as error:
+            pipe.send((AssertionError, str(error) or traceback.format_exc()))
+        except BaseException:
+            pipe.send((RankError, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class World:
+    """`size` ranks, each a process, in one process group over gloo."""
+
+    def __init__(self, size):
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes = []
+        self.processes = []
+        for rank in range(size):
+            pipe, theirs = FORK.Pipe()
+            arguments = (rank, size, f"{self.folder.name}/store", theirs)
+            process = FORK.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            self.pipes.append(pipe)
+            self.processes.append(process)
+
+    def run(self, function, *arguments, timeout=60):
+        """[function(*arguments) of rank 0, of rank 1, ...]. A failure on any rank ends this world."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self.pipes):
+            waiting = [pipe for pipe in self.pipes if pipe not in answers]
+            ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
+            if not ready:
+                self.close(kill=True)
+                raise Hang(f"{len(waiting)} of {len(self.pipes)} ranks did not come back in {timeout} s")
+            for pipe in ready:
+                try:
+                    error, answers[pipe] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    error, answers[pipe] = RankError, "the process died"
+                if error:
+                    self.close(kill=True)
+                    raise error(f"rank {self.pipes.index(pipe)} of {len(self.pipes)}: {answers[pipe]}")
+        return [answers[pipe] for pipe in self.pipes]
+
+    def close(self, kill=False):
+        WORLDS.pop(len(self.processes), None)
+        for pipe, process in zip(self.pipes, self.processes):
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+                process.join(5)
+        self.folder.cleanup()
+
+
+WORLDS = {}
+atexit.register(lambda: [each.close() for each in list(WORLDS.values())])
+
+
+def world(size):
+    """The world of this size, the same from test to test."""
+    if size not in WORLDS:
+        WORLDS[size] = World(size)
+    return WORLDS[size]
+
+
+@functools.cache
+def compiled(path):
+    return compile(Path(path).read_text(), path, "exec")
+
+
+def load(name):
+    """A fresh module of a lesson, tool or mutant: "zero3", "tools/ledger", or a path."""
+    path = str(name) if str(name).endswith(".py") else str(ROOT / f"{name}.py")
+    module = types.ModuleType(Path(path).stem)
+    module.__file__ = path
+    exec(compiled(path), vars(module))
+    return module
+
+
+def train_here(name, flags, save):
+    """On a rank: what tools/ledger.py finds of a run."""
+    lesson = load(name)
+    ledger = load("tools/ledger")
+    config = lesson.parse([*flags.split(), *(["--save", save] if save else [])])
+    return ledger.result_of(lesson, config, *ledger.run(lesson, config))
+
+
+def losses_here(name, flags):
+    """On a rank: the losses and gradient norms of a run, watched by nobody."""
+    lesson = load(name)
+    steps = []
+    lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))
+    lesson.train(lesson.parse(flags.split()))
+    return steps
+
+
+@functools.cache
+def train(name, size, flags, timeout=60):
+    """(what --json writes, the saved weights) of a run in a world of this size."""
+    with tempfile.TemporaryDirectory() as folder:
+        save = f"{folder}/weights.pt"
+        result = world(size).run(train_here, name, flags, save, timeout=timeout)[0]
+        return result, torch.load(save)
+
+
+def apart(one, other):
+    """The largest difference between two numbers, lists of numbers, or dicts of tensors."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), f"other names: {one.keys() ^ other.keys()}"
+        other = torch.cat([other[key].flatten().double() for key in one])
+        one = torch.cat([one[key].flatten().double() for key in one])
+    return (torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs().max().item()
+
+
+def rejects(check, reason, name, old, new, tmp_path):
+    """Hold that a check fails, with a message that has this reason, when a lesson's `old` is `new`."""
+    source = (ROOT / f"{name}.py").read_text()
+    assert source.count(old) == 1, f"{name}.py has {source.count(old)} times: {old}"
+    mutant = tmp_path / f"{Path(name).name}.py"
+    mutant.write_text(source.replace(old, new))
+    try:
+        check(str(mutant))
+    except AssertionError as error:
+        assert reason in str(error), f"rejected, but not because of {reason!r}: {error}"
+    else:
+        raise AssertionError(f"nothing noticed that {old!r} became {new!r}")
