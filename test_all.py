@@ -45,14 +45,14 @@ every_world = pytest.mark.parametrize(
 # ---- the same numbers everywhere ----
 
 
-def check_parity(name, size=2, flags="--accum 3", tolerance=1e-9):
+def check_parity(name, size=2, flags="--accum 3", own_flags=""):
     """Losses, gradient norms and weights are single.py's."""
     flags = f"{TINY} --batch 36 --clip 0.5 --lr 0.01 --dtype fp64 {flags}"
     plain, weights = train("single", 1, flags)
-    result, own = train(name, size, flags)
-    assert apart(result["losses"], plain["losses"]) < tolerance / 10, "losses differ"
-    assert apart(result["grad_norms"], plain["grad_norms"]) < tolerance / 10, "gradient norms differ"
-    assert apart(own, weights) < tolerance, "weights differ"
+    result, own = train(name, size, f"{flags} {own_flags}")
+    assert apart(result["losses"], plain["losses"]) < 1e-10, "losses differ"
+    assert apart(result["grad_norms"], plain["grad_norms"]) < 1e-10, "gradient norms differ"
+    assert apart(own, weights) < 1e-9, "weights differ"
 
 
 @pytest.mark.parametrize("optim", ["adamw", "sgd"])

@@ -124,7 +124,7 @@ def compiled(path):
 
 def load(name):
     """A fresh module of a lesson, tool or mutant: "zero3", "tools/ledger", or a path."""
-    path = str(name) if str(name).endswith(".py") else str(ROOT / f"{name}.py")
+    path = str(ROOT / name) if name.endswith(".py") else str(ROOT / f"{name}.py")
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
     exec(compiled(path), vars(module))

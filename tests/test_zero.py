@@ -1,0 +1,399 @@
+"""What is special to zero1.py, zero2.py and zero3.py."""
+
+import copy
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from test_all import check_ledger, check_parity
+from tests.harness import apart, load, rejects, world
+
+STAGES = ("zero1", "zero2", "zero3")
+every_stage = pytest.mark.parametrize("name", STAGES)
+
+
+def wrap(name, model, unit_class, **options):
+    """(lesson, model wrapped by its class)."""
+    lesson = load(name)
+    wrapper = next(getattr(lesson, each) for each in ("ZeRO1", "ZeRO2", "ZeRO3") if hasattr(lesson, each))
+    return lesson, wrapper(model, unit_class, **options)
+
+
+# ---- any module ----
+
+
+class Part(nn.Module):
+    """A unit of odd sizes, whose output has more than tensors."""
+
+    def __init__(self, width=7):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+
+    def forward(self, x):
+        return {"x": x + torch.tanh(self.inner(self.norm(x))) * self.frozen, "note": "text"}
+
+
+class Odd(nn.Module):
+    """Units with a tied weight, one of them used twice; a recurrent root; a parameter that nothing uses."""
+
+    def __init__(self, how=lambda part, x: part(x)):
+        super().__init__()
+        self.how = how
+        self.enter = nn.LSTM(5, 7, batch_first=True)
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+        self.parts[2].inner.weight = self.parts[0].inner.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x):
+        x, _ = self.enter(x)
+        for i in (0, 1, 2, 1):
+            x = self.how(self.parts[i], x)["x"]
+        return x * self.scale
+
+
+def batches(rank=None, size=1):
+    """Two steps of two microbatches: the whole of each, or a rank's share."""
+    x = torch.randn(2, 2, 6, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x if rank is None else x.chunk(size, dim=2)[rank]
+
+
+def train_plain(model):
+    """The weights after two steps of all of the batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in batches():
+        for x in step:
+            (model(x).square().mean() / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train_sharded(name, how=None, late=False, **options):
+    """On a rank: (full_state_dict() of a sharded Odd after train_plain()'s steps, its distance from that)."""
+    torch.manual_seed(0)
+    model = (Odd(how) if how else Odd()).double()
+    expected = train_plain(copy.deepcopy(model))
+    for tensor in model.state_dict().values():
+        tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
+    lesson, zero = wrap(name, model, Part, **options)
+    if late:
+        make_late(lesson)
+    optimizer = torch.optim.SGD(zero.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in batches(dist.get_rank(), dist.get_world_size()):
+        for i, x in enumerate(step):
+            zero.syncing = i == 1
+            (zero(x).square().mean() / 2).backward()
+            with torch.no_grad():
+                zero(x)
+        zero.clip_grad_norm_(0.3)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    state = zero.full_state_dict()
+    if dist.get_rank() and hasattr(lesson, "ShardedWeight"):
+        assert state == {}, "a rank other than 0 has weights"
+        return 0
+    return apart(state, expected)
+
+
+class Late:
+    """The work of a collective whose result is there when it has been waited for, and not before."""
+
+    def __init__(self, work, output, result):
+        self.work, self.output, self.result = work, output, result
+
+    def wait(self):
+        self.work.wait()
+        self.output.copy_(self.result)
+
+
+def make_late(lesson):
+    """Let the lesson's collectives bring their results at the last moment."""
+
+    def late(collective):
+        def call(output, given, group=None, async_op=False):
+            result = torch.empty_like(output)
+            work = collective(result, given.clone(), group=group, async_op=True)
+            output.fill_(torch.nan)
+            late_work = Late(work, output, result)
+            return late_work if async_op else late_work.wait()
+
+        return call
+
+    lesson.all_gather = late(lesson.all_gather)
+    lesson.dist = mock.Mock(wraps=dist)
+    lesson.dist.all_to_all_single = late(dist.all_to_all_single)
+
+
+def check_odd(name, size=3, *how):
+    assert max(world(size).run(train_sharded, name, *how)) < 1e-12, "weights differ"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@every_stage
+def test_any_module_trains_from_rank_0s_weights_with_torchs_optimizers_and_schedulers(name, size):
+    check_odd(name, size)
+
+
+def recompute(part, x):
+    return checkpoint(part, x, use_reentrant=False)
+
+
+def check_recompute(name):
+    check_odd(name, 2, recompute)
+
+
+@every_stage
+def test_activation_checkpointing_around_a_unit_works(name):
+    check_recompute(name)
+
+
+def check_late(name):
+    check_odd(name, 2, None, True)
+
+
+@every_stage
+def test_every_collective_is_waited_for(name):
+    check_late(name)
+
+
+@pytest.mark.parametrize("flags", ["--prefetch 0", "--prefetch 2", "--prefetch 7", "--no-reshard"])
+def test_zero3_comes_to_the_same_weights_and_bytes_however_far_it_gathers_ahead(flags):
+    check_parity("zero3", 3, "--accum 3", flags)
+    check_ledger("zero3", 4, f"--accum 3 {flags}")
+
+
+def against_torch(name):
+    """On a rank: how far torch's own ends from the lesson, in weights, after three steps."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    for param in model.parameters():
+        dist.broadcast(param.detach(), 0)
+    peer = copy.deepcopy(model)
+    lesson, zero = wrap(name, model, nn.Linear)
+    optimizer = torch.optim.AdamW(zero.parameters(), lr=0.1)
+    if hasattr(lesson, "ShardedWeight"):
+        for layer in peer:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        wrapped = fully_shard(peer)
+        peer_optimizer = torch.optim.AdamW(peer.parameters(), lr=0.1)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(peer)
+        peer_optimizer = ZeroRedundancyOptimizer(peer.parameters(), torch.optim.AdamW, lr=0.1)
+    for x in torch.randn(3, 4, 5, dtype=torch.float64):
+        zero(x).square().mean().backward()
+        zero.clip_grad_norm_(0.1)
+        optimizer.step()
+        wrapped(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(peer.parameters(), 0.1)
+        peer_optimizer.step()
+        peer_optimizer.zero_grad()
+    expected = {key: getattr(x, "full_tensor", lambda x=x: x)() for key, x in peer.state_dict().items()}
+    state = zero.full_state_dict()
+    return apart(state, expected) if state else 0
+
+
+@every_stage
+def test_zero_ends_in_the_weights_of_torchs_own(name):
+    assert max(world(2).run(against_torch, name)) < 1e-6  # torch adds 1e-6 to the norm, too, but by tensor
+
+
+# ---- what is where, and when ----
+
+
+class Chain(nn.Module):
+    """Three units, the root before and behind them. Notes when which part computes."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.enter = nn.Linear(4, 4)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        for i, part in enumerate(self.parts, start=1):
+            part.register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
+            part.register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def events(name, options):
+    """On a rank: what computes and what starts and ends on the network in a second step, in order."""
+    log = []
+    _, zero = wrap(name, Chain(log), nn.Sequential, **options)
+    optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
+    for i, unit in enumerate(zero.units):
+        for method, word in (
+            ("unshard", "gather"), ("wait_for_unshard", "gathered"),
+            ("start_reduce", "reduce"), ("finish_reduce", "reduced"), ("reshard", "free"),
+        ):  # fmt: skip
+            if hasattr(unit, method):
+                setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
+    for _ in range(2):
+        log.clear()
+        zero(torch.randn(2, 4)).sum().backward()
+        zero.clip_grad_norm_(1.0)
+        optimizer.step()
+    return log
+
+
+def noting(log, event, unit, method):
+    """The method, which notes that it did something: a collective has started or ended, storage was freed."""
+
+    def state():
+        return (unit.all_gather_work, unit.reduce_work, unit.flat_param.untyped_storage().nbytes())
+
+    def noted(*args):
+        before = state()
+        method(*args)
+        if state() != before:
+            log.append(event)
+
+    return noted
+
+
+TIMELINES = {  # the root is 0; the docstrings draw the same
+    "zero2": """
+        gather 0, gather 1, gather 2, gather 3, forward 1, forward 2, forward 3,
+        backward 3, reduce 3, backward 2, reduced 3, reduce 2, backward 1, reduced 2, reduce 1,
+        reduced 1, reduce 0, reduced 0""",
+    "zero3": """
+        gather 0, gather 1, gathered 0, gather 2, gathered 1, forward 1, free 1, gather 3, gathered 2,
+        forward 2, gathered 3, forward 3, backward 3, free 3, reduce 3, backward 2, gather 1, free 2,
+        reduced 3, reduce 2, backward 1, gathered 1, free 1, reduced 2, reduce 1, free 0,
+        reduced 1, reduce 0, reduced 0""",
+    "zero3 on demand": """
+        gather 0, gathered 0, gather 1, gathered 1, forward 1, free 1, gather 2, gathered 2,
+        forward 2, free 2, gather 3, gathered 3, forward 3, backward 3, free 3, reduce 3,
+        backward 2, gather 2, gathered 2, free 2, reduced 3, reduce 2, backward 1, gather 1, gathered 1,
+        free 1, reduced 2, reduce 1, free 0, reduced 1, reduce 0, reduced 0""",
+}
+TIMELINES["zero1"] = TIMELINES["zero2"]
+
+
+def check_timeline(name, options=(), timeline=None):
+    for log in world(2).run(events, name, dict(options)):
+        expected = TIMELINES[timeline or Path(name).stem].replace("\n", " ")
+        assert log == re.split(r",\s+", expected.strip()), f"another order: {', '.join(log)}"
+
+
+@every_stage
+def test_collectives_travel_while_other_units_compute(name):
+    check_timeline(name)
+
+
+def test_without_prefetch_zero3_gathers_a_unit_when_it_is_needed():
+    check_timeline("zero3", {"prefetch": 0}, "zero3 on demand")
+
+
+def misuse(name):
+    """On a rank: what is said of wrong use."""
+    said = []
+    model = Chain([])
+    _, zero = wrap(name, model, nn.Sequential)
+    x = torch.ones(2, 4)
+    for wrong in (
+        lambda: torch.optim.SGD(model.parameters(), lr=1),
+        lambda: nn.functional.linear(x, model.parts[0][0].weight),
+        lambda: [zero(x).sum().backward() for _ in range(2)],
+        lambda: [zero.clip_grad_norm_(1.0) for _ in range(2)],
+    ):
+        try:
+            said.append(f"nothing: {wrong()}")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def check_misuse(name):
+    wrong_optimizer, freed_weight, two_backwards, two_clips = world(1).run(misuse, name)[0]
+    assert wrong_optimizer == "ValueError: optimizer got an empty parameter list"
+    if "zero1" in name:
+        assert (
+            two_backwards == "AssertionError: syncing must be False in all backwards of a step but the last"
+        )
+    else:
+        assert two_clips == "AssertionError: a unit got no gradient in this step"
+    if "zero3" in name:
+        assert "must be Tensor, not ShardedWeight" in freed_weight
+
+
+@every_stage
+def test_wrong_use_is_said_in_one_line(name):
+    check_misuse(name)
+
+
+class Wide(nn.Module):
+    """A parameter whose gradient is the input."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def norm_error(name, numel):
+    """On a rank: relative errors of the norm of a gradient with so many elements, and of what is clipped."""
+    gradient = torch.rand(numel)
+    exact = sum(part.double().square().sum() for part in gradient.split(2**20)).sqrt()
+    _, zero = wrap(name, Wide(numel), nn.Linear)
+    zero(gradient).backward()
+    norm = zero.clip_grad_norm_(exact / 2)
+    clipped = zero.units[0].shard.grad.double().square().sum().sqrt()
+    return (norm / exact - 1).abs().item(), (clipped / exact - 0.5).abs().item()
+
+
+def check_norm(name, numel=10_000_000):
+    norm, clipped = world(1).run(norm_error, name, numel)[0]
+    assert norm < 1e-6 and clipped < 1e-6, f"norms off by {norm:.1e} and {clipped:.1e}"
+
+
+@pytest.mark.parametrize("name, numel", [("zero1", 10**7), ("zero2", 10**7), ("zero3", 6 * 10**7)])
+def test_the_norm_of_60_million_elements_is_exact(name, numel):
+    check_norm(name, numel)
+
+
+def gather_state(name):
+    """On a rank: how many units are whole at the same time while full_state_dict() works."""
+    ledger = load("tools/ledger")
+    _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
+    with ledger.Watch() as watch:
+        zero.full_state_dict()
+    shards = sum(shard.nbytes for shard in zero.parameters())
+    return (watch.held()["parameters"] - shards) / (4 * 72)
+
+
+def test_beside_rank_0_zero3_holds_one_unit_while_it_gathers_a_state_dict():
+    assert world(2).run(gather_state, "zero3")[1] == 1
+
+
+# ---- mutants ----
+
+MUTANTS = [
+    ("zero2", "dist.all_reduce(squares, group=self.group)", "pass", check_parity, "losses differ"),
+]
+
+
+@pytest.mark.parametrize("name, old, new, check, reason", MUTANTS)
+def test_a_mutant_is_rejected(name, old, new, check, reason, tmp_path):
+    rejects(check, reason, name, old, new, tmp_path)
