@@ -16,15 +16,14 @@ Communication
 
 Costs (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N
-    An all-reduce of S bytes sends 2S(N-1)/N. There is one in a step, for any number of microbatches.
+    An all-reduce of S bytes sends 2S(N-1)/N. Microbatches but the last send nothing.
 
 Run
     torchrun --nproc_per_node=2 ddp.py
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Buckets in the order in which gradients land, buffers broadcast in every step, compressed gradients,
-    parameters that only some ranks use.
+    Buckets in the order in which gradients land, compressed gradients, parameters that only some ranks use.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim would load it later, and then it would hold on to our process group
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -52,10 +51,9 @@ class DDP(nn.Module):
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
 
-    Here they travel during backward, several parameters' at once. In a step, all backwards but the last stand
-    in no_sync(); then come clip_grad_norm_(), after which every .grad is the mean over ranks, and
-    optimizer.step(). All ranks start with rank 0's weights. Parameters without a gradient get zeros.
-
+    Here they travel during backward, several parameters' at once. All ranks start with rank 0's weights.
+    A step: backwards, all but the last in no_sync(); clip_grad_norm_(), after which every .grad is the mean
+    over ranks; optimizer.step(). Parameters that got no gradient get zeros.
     bucket_cap_mb: MiB in an all-reduce (None: a fifth of all, at most 25). overlap: False waits for backward.
     """
 
@@ -180,7 +178,7 @@ class MasterWeights:
 
 
 def train(config):
-    """Train as the flags say."""
+    """Train with these flags."""
     device, text = set_up(config, f" | bucket cap {config.bucket_cap_mb} | no-overlap {config.no_overlap}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
@@ -231,7 +229,7 @@ def flags():
     add = parser.add_argument
     add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="in place of the size's")
+        add(f"--{name}", type=int, help="overrides --size")
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=16, help="sequences in the global batch of a step")
     add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")

@@ -52,7 +52,7 @@ import sys
 from collections import namedtuple
 from contextlib import nullcontext
 
-SIZES = {"toy": (4, 4, 128, 64, 256), "small": (6, 8, 256, 128, 256), "gpt2": (12, 12, 768, 1024, 50257)}
+SIZES = {"toy": (8, 8, 64, 64, 256), "small": (6, 8, 256, 128, 256), "gpt2": (12, 12, 768, 1024, 50257)}
 SIZES |= {"gpt2-xl": (48, 25, 1600, 1024, 50257), "7.5b": (32, 34, 4352, 2048, 50257)}
 Shape = namedtuple("Shape", ("layers", "heads", "hidden", "seq", "vocab"))
 BYTES = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}  # of a parameter, of its gradient, in the optimizer

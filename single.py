@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim would load it later, and then it would hold on to our process group
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -79,7 +79,7 @@ def clip_grad_norm_(params, max_norm):
 
 
 def train(config):
-    """Train as the flags say."""
+    """Train with these flags."""
     device, text = set_up(config)
     if dist.get_world_size() > 1:
         refuse("runs in one process: start it without torchrun, or start ddp.py")
@@ -125,7 +125,7 @@ def flags():
     add = parser.add_argument
     add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="in place of the size's")
+        add(f"--{name}", type=int, help="overrides --size")
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=16, help="sequences in the global batch of a step")
     add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")

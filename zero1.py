@@ -1,4 +1,4 @@
-"""ZeRO-1: every rank has all weights and gradients, but optimizer states for 1/N of them only.
+"""ZeRO-1: as ddp.py, with the optimizer states sharded: each rank steps 1/N of the weights.
 
 Idea
     In ddp.py all ranks compute the same optimizer step. Here each computes 1/N of it: a rank gets the sum of
@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters, U in the largest unit, N ranks)
     parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
-    gradients     max(wP + gwU, mP/N)          m max(w, 4); g 1 over gloo, where a buffer is added up, else 0
+    gradients     max(wP + gwU, mP/N)          m max(w, 4); g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
@@ -23,7 +23,8 @@ Run
     torchrun --nproc_per_node=8 zero1.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Options for single parameters, optimizers that are not elementwise, parameters that only some ranks use.
+    Parameter groups in a unit, nested units, optimizers that are not elementwise, several dtypes, parameters
+    that only some ranks use.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim would load it later, and then it would hold on to our process group
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -50,9 +51,10 @@ class ZeRO1(nn.Module):
     """Shards an optimizer's work on a module over the ranks of `group` (ZeRO, section 5.1).
 
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, are one more. They leave the module: zero.parameters() are this rank's shards, fp32 if the module
+    share, form one more. All leave the module: zero.parameters() are this rank's shards, fp32 if the module
     is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards, `syncing` in the last alone; clip_grad_norm_(); optimizer.step().
+    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().
+    `syncing` must be False in all backwards of a step but the last.
     """
 
     def __init__(self, module, unit_class, group=None):
@@ -79,14 +81,14 @@ class ZeRO1(nn.Module):
 
     def _gradient_landed(self, unit, weight):
         assert weight in unit.pending, "syncing must be False in all backwards of a step but the last"
-        unit.land(weight)
+        unit.collect(weight)
         if self.syncing:
             unit.pending.discard(weight)
         if not unit.pending:
             self._reduce(unit)
 
     def _reduce(self, unit):
-        """Start to reduce-scatter the unit's gradients, when those of the unit before have arrived."""
+        """Start to reduce-scatter the unit's gradients, once the reduce-scatter before has finished."""
         for other in self.units:
             other.finish_reduce()
         unit.start_reduce()
@@ -94,11 +96,10 @@ class ZeRO1(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Set the shards' .grad: the ranks' mean, scaled to a norm of max_norm at most. Returns the norm."""
+        squares = 0
         for unit in self.units:
             if unit.pending:
                 self._reduce(unit)  # some weights got no gradient, which counts as zero
-        squares = 0
-        for unit in self.units:
             unit.finish_reduce()
             unit.shard.grad = unit.grad_shard.to(unit.shard.dtype)
             if unit.shard.grad is not unit.grad_shard:
@@ -135,7 +136,7 @@ class Unit:
         self.sizes = [*(shape.numel() for shape in self.shapes), padding]
         self.flat_param = F.pad(flat, (0, padding))
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(world_size)[dist.get_rank(group)]
+        self.own = self.flat_param.chunk(world_size)[dist.get_rank(group)]  # this rank's part
         self.grad_shard = self.flat_grad.chunk(world_size)[dist.get_rank(group)]
         self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32)))
         self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
@@ -146,7 +147,7 @@ class Unit:
                 if param in weight_of:
                     delattr(submodule, name)
                     submodule.register_buffer(name, None)
-                    setattr(submodule, name, weight_of[param])
+                    setattr(submodule, name, weight_of[param])  # which an LSTM overrides
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
         self.stale = False
@@ -172,13 +173,13 @@ class Unit:
             self.all_gather_work.wait()
             self.all_gather_work = None
 
-    def land(self, weight):
+    def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
         self.grad_views[weight].add_(weight.grad)
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. gloo's own is an all-reduce inside; an all-to-all sends half."""
+        """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
         self.received = torch.empty_like(self.flat_grad if gloo else self.own)
@@ -189,12 +190,13 @@ class Unit:
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None
+            # Over gloo N rows have been received, else one.
             torch.sum(self.received.view(-1, len(self.own)), dim=0, out=self.grad_shard)
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
 
 
 def find_units(module, unit_class):
-    """{submodule: its trainable parameters}; `module` has those of no unit, or of several."""
+    """{submodule: its trainable parameters}; `module` gets those in no unit or in several."""
     users = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
@@ -209,7 +211,7 @@ def find_units(module, unit_class):
 
 
 def train(config):
-    """Train as the flags say."""
+    """Train with these flags."""
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
@@ -255,7 +257,7 @@ def flags():
     add = parser.add_argument
     add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="in place of the size's")
+        add(f"--{name}", type=int, help="overrides --size")
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=16, help="sequences in the global batch of a step")
     add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")

@@ -1,23 +1,23 @@
-"""ZeRO-3, or FSDP: as zero2.py, and a rank keeps 1/N of the weights only; a unit is whole while it is in use.
+"""ZeRO-3, or FSDP: as zero2.py, with the weights sharded too: a unit is whole only while it is in use.
 
 Idea
     The weights of a unit (a transformer block, say) are all-gathered before its forward, freed after it, and
     all-gathered again before its backward (ZeRO, arXiv 1910.02054, sections 5.3 and 7.2.2; FSDP, arXiv
-    2304.11277, section 3). The next unit's weights travel while this one computes. To free is to release the
-    storage: views of it, which autograd saved in forward, find it full again in backward.
+    2304.11277, section 3). The next unit's weights travel while this one computes. Freeing empties a storage
+    and keeps its tensors: the views that autograd saved are valid again once the storage is refilled.
 
-Memory (bytes; P parameters, U in the largest unit, E in the root, which is all outside the others; N ranks)
+Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    mP/N + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
-    gradients     max(w(P/N+E+(2+g)U), mP/N)   g 1 over gloo, where a buffer is added up, else 0
+    gradients     max(w(P/N+E+(2+g)U), mP/N)   g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
-Communication
+Communication (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
     network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
     reduce-scatter    kwP(N-1)/N               over gloo an all-to-all, which sends the same
-    all-gather        kw(2P-E-(1+f)U)(N-1)/N   root and last 1+f units stay from forward to backward
+    all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
     Nearly 3P elements for each microbatch, where ddp.py sends 2P in a step.
 
 Run
@@ -25,9 +25,8 @@ Run
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Options for single parameters, optimizers that are not elementwise, parameters that only some ranks use,
-    sharding frozen parameters (they stay whole). Units that do not run in the order of their definition are
-    gathered in vain.
+    Parameter groups in a unit, nested units, optimizers that are not elementwise, several dtypes, parameters
+    that only some ranks use, sharding frozen ones, prefetch in another order than that of definition.
 """
 
 import argparse
@@ -41,9 +40,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim would load it later, and then it would hold on to our process group
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 # torch 2.13 renamed these two.
@@ -55,11 +55,9 @@ class ZeRO3(nn.Module):
     """Shards a module's parameters, gradients and optimizer states over the ranks of `group` (section 5.3).
 
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, are one more, the root. They leave the module: zero.parameters() are this rank's shards, fp32 if
+    share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
     the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards; clip_grad_norm_(); optimizer.step().
-
-    prefetch: units gathered ahead of use. reshard_after_forward: False keeps units whole until backward.
+    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().    prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward.
     device: of shards and units (None: where the parameters are).
     """
 
@@ -80,46 +78,50 @@ class ZeRO3(nn.Module):
             self.units.append(unit)
         for unit in self.units[-1 - prefetch :]:
             unit.reshard_after_forward = False  # backward begins with these
-        for tensor in module.to(device=device).state_dict().values():  # what is not sharded
+        for tensor in module.to(device=device).state_dict().values():  # what is in no shard
             dist.broadcast(tensor, group_src=0, group=group)
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
+        for unit in self.units:
+            unit.reshard()  # some may be whole and old, or have got no gradient in their last backward
         return self.module(*args, **kwargs)
 
-    def _unshard(self, unit, direction):
-        """All-gather a unit, and ahead of their use the next ones in this direction (1 or -1)."""
+    def _unshard_from(self, unit, direction):
+        """All-gather a unit, and prefetch the next ones in this direction (1 or -1)."""
         i = self.units.index(unit)
         for each in self.units[i::direction][: 1 + self.prefetch]:
             each.unshard()
         unit.wait_for_unshard()
 
     def _pre_forward(self, unit, *_):
-        if not unit.in_backward:  # where activation checkpointing runs forward again
-            self._unshard(unit, 1)
+        if not unit.in_backward:  # else activation checkpointing recomputes
+            self._unshard_from(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
         if unit.in_backward:
             return
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._pre_backward, unit))
+        outputs = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if outputs:
+            register_multi_grad_hook(outputs, partial(self._pre_backward, unit), mode="any")
 
     def _pre_backward(self, unit, *_):
-        unit.in_backward = True
-        self._unshard(unit, -1)
+        if not unit.in_backward:
+            unit.in_backward = True
+            unit.pending = set(unit.weights)
+        self._unshard_from(unit, -1)
 
     def _gradient_landed(self, unit, weight):
-        unit.land(weight)
+        unit.collect(weight)
         unit.pending.discard(weight)
         if not unit.pending:
             unit.reshard()
             self._reduce(unit)
 
     def _reduce(self, unit):
-        """Start to reduce-scatter the unit's gradients, when those of the unit before have arrived."""
+        """Start to reduce-scatter the unit's gradients, once the reduce-scatter before has finished."""
         for other in self.units:
             other.finish_reduce()
         unit.start_reduce()
@@ -127,11 +129,10 @@ class ZeRO3(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Set the shards' .grad: the ranks' mean, scaled to a norm of max_norm at most. Returns the norm."""
-        for unit in self.units:
-            if unit.pending:
-                self._reduce(unit)  # some weights got no gradient, which counts as zero
         squares = 0
         for unit in self.units:
+            if len(unit.pending) < len(unit.weights):
+                self._reduce(unit)  # some weights got no gradient, which counts as zero
             unit.finish_reduce()
             assert unit.grad_shard is not None, "a unit got no gradient in this step"
             unit.shard.grad = unit.grad_shard.to(unit.shard.dtype)
@@ -145,7 +146,7 @@ class ZeRO3(nn.Module):
         return norm
 
     def full_state_dict(self):
-        """The plain module's state_dict, on the CPU of rank 0; {} elsewhere. All ranks must call it."""
+        """The plain module's state_dict on rank 0's CPU; {} elsewhere. All ranks must call it."""
         state_dict = {}
         for unit in self.units:
             unit.unshard()
@@ -174,7 +175,7 @@ class Unit:
         self.flat_param = F.pad(flat, (0, padding))
         dist.broadcast(self.flat_param, group_src=0, group=group)
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(world_size)[dist.get_rank(group)]
+        self.own = self.flat_param.chunk(world_size)[dist.get_rank(group)]  # this rank's part
         self.grad_shard = None
         self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
         self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
@@ -186,7 +187,7 @@ class Unit:
             for name, param in submodule._parameters.items():
                 if param in weight_of:
                     self.slots.append((submodule, name, weight_of[param]))
-        self.pending = set()  # the weights of a begun backward whose gradients have not landed
+        self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
         self.reshard()
 
@@ -210,10 +211,10 @@ class Unit:
             for submodule, name, weight in self.slots:
                 delattr(submodule, name)
                 submodule.register_buffer(name, None)
-                setattr(submodule, name, weight)
+                setattr(submodule, name, weight)  # which an LSTM overrides
 
     def reshard(self):
-        """Free the weights."""
+        """Free the weights, and end their unit's backward."""
         self.wait_for_unshard()
         self.flat_param.untyped_storage().resize_(0)
         for submodule, name, _ in self.slots:
@@ -221,19 +222,18 @@ class Unit:
             setattr(submodule, name, ShardedWeight())
         self.in_backward = False
 
-    def land(self, weight):
+    def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
-        if not self.pending:
-            self.pending = set(self.weights)
-            self.finish_reduce()  # of the microbatch before
+        self.finish_reduce()  # of the microbatch before
+        if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
         self.grad_views[weight].add_(weight.grad)
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. gloo's own is an all-reduce inside; an all-to-all sends half."""
-        self.pending = set()
+        """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
+        self.pending = set(self.weights)
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
         self.received = torch.empty_like(self.flat_grad if gloo else self.own)
@@ -244,6 +244,7 @@ class Unit:
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None
+            # Over gloo N rows have been received, else one.
             shard = self.received.view(-1, len(self.own)).sum(0)
             self.grad_shard = shard if self.grad_shard is None else self.grad_shard + shard
             self.flat_grad.untyped_storage().resize_(0)
@@ -251,11 +252,11 @@ class Unit:
 
 
 class ShardedWeight:
-    """Stands in a module where a weight was. Torch's functions refuse it, by this name."""
+    """Stands in a module where a weight was. Torch's errors show its name."""
 
 
 def find_units(module, unit_class):
-    """{submodule: its trainable parameters}; `module` has those of no unit, or of several."""
+    """{submodule: its trainable parameters}; `module` gets those in no unit or in several."""
     users = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
@@ -270,7 +271,7 @@ def find_units(module, unit_class):
 
 
 def train(config):
-    """Train as the flags say."""
+    """Train with these flags."""
     device, text = set_up(config, f" | prefetch {config.prefetch} | no-reshard {config.no_reshard}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(DTYPES[config.dtype])
@@ -318,7 +319,7 @@ def flags():
     add = parser.add_argument
     add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="in place of the size's")
+        add(f"--{name}", type=int, help="overrides --size")
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=16, help="sequences in the global batch of a step")
     add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")

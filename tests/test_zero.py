@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from test_all import check_ledger, check_parity
 from tests.harness import apart, load, rejects, world
@@ -31,18 +31,24 @@ def wrap(name, model, unit_class, **options):
 class Part(nn.Module):
     """A unit of odd sizes, whose output has more than tensors."""
 
+    sometimes = False
+
     def __init__(self, width=7):
         super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
         self.norm = nn.LayerNorm(width)
         self.inner = nn.Linear(width, width)
         self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
 
     def forward(self, x):
-        return {"x": x + torch.tanh(self.inner(self.norm(x))) * self.frozen, "note": "text"}
+        x = x + torch.tanh(self.inner(self.norm(x))) * self.frozen
+        return {"x": x * self.gain if self.sometimes else x, "note": "text"}
 
 
 class Odd(nn.Module):
-    """Units with a tied weight, one of them used twice; a recurrent root; a parameter that nothing uses."""
+    """Units with a tied weight, one of them used twice; a recurrent root; weights used sometimes or never."""
+
+    forwards = 0
 
     def __init__(self, how=lambda part, x: part(x)):
         super().__init__()
@@ -54,6 +60,8 @@ class Odd(nn.Module):
         self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, x):
+        self.forwards += torch.is_grad_enabled()
+        self.parts[0].sometimes = self.forwards % 2 == 0
         x, _ = self.enter(x)
         for i in (0, 1, 2, 1):
             x = self.how(self.parts[i], x)["x"]
@@ -149,7 +157,8 @@ def test_any_module_trains_from_rank_0s_weights_with_torchs_optimizers_and_sched
 
 
 def recompute(part, x):
-    return checkpoint(part, x, use_reentrant=False)
+    with set_checkpoint_early_stop(False):  # so that hooks after forward run, too
+        return checkpoint(part, x, use_reentrant=False)
 
 
 def check_recompute(name):

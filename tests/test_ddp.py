@@ -1,0 +1,217 @@
+"""What is special to ddp.py."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from test_all import check_ledger, check_parity
+from tests.harness import apart, load, world
+from tests.test_zero import Late, Odd, Wide, batches, train_plain
+
+
+def train_odd(name, late=False, **options):
+    """On a rank: how far the weights of an Odd are from train_plain()'s after the same steps."""
+    torch.manual_seed(0)
+    model = Odd().double()
+    expected = train_plain(copy.deepcopy(model))
+    for tensor in model.state_dict().values():
+        tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
+    lesson = load(name)
+    ddp = lesson.DDP(model, **options)
+    if late:
+        lesson.dist = mock.Mock(wraps=dist)
+        lesson.dist.all_reduce = late_all_reduce
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for first, last in batches(dist.get_rank(), dist.get_world_size()):
+        with ddp.no_sync():
+            (ddp(first).square().mean() / 2).backward()
+        (ddp(last).square().mean() / 2).backward()
+        ddp.clip_grad_norm_(0.3)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return apart(model.state_dict(), expected)
+
+
+def late_all_reduce(tensor, group=None, async_op=False):
+    """An all-reduce whose result is there when it has been waited for, and not before."""
+    result = tensor.clone()
+    work = dist.all_reduce(result, group=group, async_op=True)
+    tensor.fill_(torch.nan)
+    return Late(work, tensor, result)
+
+
+def check_odd(name, size=3, late=False, **options):
+    assert max(world(size).run(train_odd_with, name, late, options)) < 1e-12, "weights differ"
+
+
+def train_odd_with(name, late, options):
+    return train_odd(name, late, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_module_trains_from_rank_0s_weights(size, options):
+    check_odd("ddp", size, **options)
+
+
+def check_late(name):
+    check_odd(name, 2, late=True)
+
+
+def test_every_all_reduce_is_waited_for():
+    check_late("ddp")
+
+
+@pytest.mark.parametrize("flags", ["--no-overlap", "--bucket-cap-mb 0", "--bucket-cap-mb 0.02"])
+def test_each_idea_can_be_turned_off(flags):
+    check_parity("ddp", 3, "--accum 3", flags)
+    check_ledger("ddp", 2, f"--accum 3 {flags}")
+
+
+def gradients(name):
+    """On a rank: gradients by DDP, by torch's, by the plain way of the docstring; where DDP's are."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2)).double()]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    ddp = load(name).DDP(models[0], bucket_cap_mb=0.0001)
+    for wrapped in (ddp, nn.parallel.DistributedDataParallel(models[1]), models[2]):
+        wrapped(x).square().mean().backward()
+    ddp.clip_grad_norm_(torch.inf)
+    for param in models[2].parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+    found = [{name: param.grad for name, param in model.named_parameters()} for model in models]
+    storages = {param.grad.untyped_storage().data_ptr() for param in models[0].parameters()}
+    flat = {bucket.flat_grad.untyped_storage().data_ptr() for bucket in ddp.buckets}
+    return apart(found[0], found[1]), apart(found[0], found[2]), storages == flat and len(flat) > 1
+
+
+def check_gradients(name):
+    for from_torch, from_plain, are_views in world(2).run(gradients, name):
+        assert from_torch < 1e-12, "not the gradients of torch's DistributedDataParallel"
+        assert from_plain < 1e-12, "not the gradients of an all-reduce after backward"
+        assert are_views, "gradients are not views of buckets"
+
+
+def test_gradients_are_torchs_and_the_plain_ways_and_views_of_buckets():
+    check_gradients("ddp")
+
+
+# ---- buckets, and when they leave ----
+
+
+class Backwards(nn.Module):
+    """Layers that run in the reverse order of their definition, so that gradients land in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def events(name, model_class, options):
+    """On a rank: gradients that land and buckets that leave, in a second step."""
+    lesson = load(name)
+    ddp = lesson.DDP(model_class(), bucket_cap_mb=0, **options)
+    log = []
+    number = {param: i for i, param in enumerate(ddp.module.parameters())}
+    for param, i in number.items():
+        param.register_post_accumulate_grad_hook(lambda _, i=i: log.append(f"landed {i}"))
+    launch = ddp._launch
+
+    def noted():
+        log.append(f"left {number[ddp.to_launch[0].params[0]]}")
+        launch()
+
+    ddp._launch = noted
+    for _ in range(2):
+        log.clear()
+        ddp(torch.ones(2, 4)).sum().backward()
+        log.append("end")
+        ddp.clip_grad_norm_(1.0)
+        ddp.zero_grad()
+    return log
+
+
+class Forwards(Backwards):
+    def forward(self, x):
+        return nn.Sequential(*self.layers)(x)
+
+
+ORDERS = [  # a bucket leaves when it is full and those before it have left
+    (Forwards, {}, "left 3, landed 3, left 2, landed 2, left 1, landed 1, left 0, landed 0, end"),
+    (Backwards, {}, "landed 0, landed 1, landed 2, left 3, left 2, left 1, left 0, landed 3, end"),
+    (
+        Forwards,
+        {"overlap": False},
+        "landed 3, landed 2, landed 1, landed 0, end, left 3, left 2, left 1, left 0",
+    ),
+]
+
+
+def check_order(name):
+    for model_class, options, expected in ORDERS:
+        for log in world(2).run(events, name, model_class, options):
+            assert ", ".join(log) == expected, f"another order: {', '.join(log)}"
+
+
+def test_buckets_leave_in_one_order_while_backward_computes():
+    check_order("ddp")
+
+
+def bucket_sizes(name, numels, cap):
+    """On a rank: the parameters of each bucket, for parameters of so many elements."""
+    model = nn.ParameterList([nn.Parameter(torch.empty(numel)) for numel in numels])
+    number = {param: i for i, param in enumerate(model)}
+    return [[number[param] for param in bucket.params] for bucket in load(name).DDP(model, cap).buckets]
+
+
+def check_buckets(name):
+    mib = 2**18  # elements
+    sizes = world(1).run(bucket_sizes, name, [mib] * 10, None)[0]
+    assert sizes == [[9], [8, 7], [6, 5], [4, 3], [2, 1], [0]], f"not 1 MiB and then fifths: {sizes}"
+    sizes = world(1).run(bucket_sizes, name, [mib // 2] * 8, 2)[0]
+    assert sizes == [[7, 6], [5, 4, 3, 2], [1, 0]], f"not 1 MiB and then 2: {sizes}"
+
+
+def test_the_first_bucket_is_small_and_the_others_are_a_fifth():
+    check_buckets("ddp")
+
+
+def misuse_and_norm(name):
+    """On a rank: what is said of a second backward; the relative error of the norm of 60 M elements."""
+    gradient = torch.rand(60_000_000)
+    exact = sum(part.double().square().sum() for part in gradient.split(2**20)).sqrt()
+    ddp = load(name).DDP(Wide(60_000_000))
+    ddp(gradient).backward()
+    norm = ddp.clip_grad_norm_(1.0)
+    ddp(gradient).backward()
+    try:
+        ddp(gradient).backward()
+        return "nothing", norm / exact
+    except AssertionError as error:
+        return str(error), norm / exact
+
+
+def check_misuse_and_norm(name):
+    said, ratio = world(1).run(misuse_and_norm, name)[0]
+    assert abs(ratio - 1) < 1e-6, f"the norm is {ratio:.7f} of what it should be"
+    assert said == "all backwards of a step but the last belong in no_sync()"
+
+
+def test_a_second_backward_is_refused_and_the_norm_of_60_million_elements_exact():
+    check_misuse_and_norm("ddp")
+
+
+# ---- mutants ----

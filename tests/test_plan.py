@@ -1,0 +1,330 @@
+"""plan.py beside published figures, the toy GPT and the lessons' own formulas."""
+
+import contextlib
+import io
+import json
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from tests.harness import ROOT, load, rejects
+
+GPT3 = "--layers 96 --hidden 12288 --heads 96 --vocab 51200 --seq 2048"
+LLAMA = "--layers 32 --hidden 4096 --heads 32 --vocab 128256 --seq 2048"
+SEVENTY = "--layers 80 --hidden 8192 --heads 64 --vocab 128256 --seq 4096"
+
+
+def printed(plan, flags):
+    """(what plan.py prints, its exit code, its lines on stderr) for a command line."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
+        try:
+            plan.plan(plan.parse(flags.split()))
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    return out.getvalue(), code, errors.getvalue().splitlines()
+
+
+def job_of(plan, flags):
+    return plan.parse(flags.split())
+
+
+def check_figure_1(name):
+    """ZeRO (arXiv 1910.02054), Figure 1: by the function, and in the table."""
+    plan = load(name)
+    sums = [sum(plan.states(stage, 7_500_000_000, 64).values()) for stage in range(4)]
+    assert [f"{size / 1e9:.3g}" for size in sums] == ["120", "31.4", "16.6", "1.88"], f"not Figure 1: {sums}"
+    out, _, _ = printed(plan, "--params 7.5b --gpus 64 --gpu-gb 32")
+    rows = {line.split()[0]: line.split()[5:8] for line in out.splitlines()}
+    expected = {"DP": ["120", "29.5", "no"], "ZeRO-1": ["31.4", "29.5", "yes"]}
+    expected |= {"ZeRO-2": ["16.6", "29.5", "yes"], "ZeRO-3": ["1.88", "44.3", "yes"]}
+    assert {stage: rows[stage] for stage in expected} == expected, f"not Figure 1: {out}"
+    assert out.splitlines()[-1].startswith("Take ZeRO-2: "), "another advice"
+
+
+def test_zeros_figure_1_comes_out():
+    check_figure_1("plan")
+
+
+def check_counts(name):
+    """The closed form counts the toy GPT's parameters, and those of a tensor-parallel rank or a stage."""
+    plan, single = load(name), load("single")
+    for size, text in single.SIZES.items():
+        config = single.parse([])
+        for word, value in zip(single.SHAPE, text.split()):
+            setattr(config, word, int(value))
+        assert plan.SIZES[size] == tuple(map(int, text.split())), "other sizes than the lessons'"
+        with torch.device("meta"):
+            named = dict(single.GPT(config).named_parameters())
+        shape = plan.Shape(*plan.SIZES[size])
+        count = sum(param.numel() for param in named.values())
+        assert plan.whole_model(shape) == count, "another number of parameters"
+        pattern = "norm|position|(proj|down).bias"
+        whole = sum(param.numel() for name, param in named.items() if re.search(pattern, name))
+        for t in (t for t in (1, 2, 4) if shape.heads % t == 0):
+            split = (count - whole - shape.vocab * shape.hidden) // t + -(-shape.vocab // t) * shape.hidden
+            own = plan.parameters(shape.layers, shape.hidden, shape.vocab, shape.seq, t)
+            assert own == split + whole, "another split of tensors"
+        job = job_of(plan, f"--size {size}")
+        for p in (2, 3, shape.layers):
+            stages = sum(plan.replica(job, 1, p, i)[0] for i in range(p))
+            assert stages == count + shape.vocab * shape.hidden, (
+                "stages lack parameters"
+            )  # the tied one twice
+
+
+def test_counts_are_the_toy_gpts():
+    check_counts("plan")
+
+
+def check_whole_model(name):
+    """Published figures of whole models, in GiB, to every digit."""
+    plan = load(name)
+    fp32 = plan.states(0, plan.parameters(32, 4096, 128256, 1024), 1, "fp32")
+    assert fp32["parameters"] / 2**30 == 25.979034423828125, "other bytes of parameters"
+    kept = plan.activations(job_of(plan, LLAMA).shape, 1, ends=(True, False))
+    assert kept / 2**30 == 28.5078125, "other bytes of activations"
+    matrices = 2 * 4096 * 128256 + 32 * 13 * 4096**2  # gated MLPs, grouped heads, an untied head, no norms
+    mixed, wide = (plan.states(0, matrices, 1, precision) for precision in ("mixed", "fp32"))
+    found = [mixed["parameters"], mixed["gradients"], wide["optimizer"]]
+    assert [f"{size / 2**30:.3f}" for size in found] == ["14.957", "14.957", "59.828"], (
+        "other bytes of states"
+    )
+    assert mixed["optimizer"] == wide["optimizer"] + 4 * matrices, "no fp32 weights"
+
+
+def test_whole_models_have_their_published_bytes():
+    check_whole_model("plan")
+
+
+def check_layer(name):
+    """Table 2 of arXiv 2205.05198, in 16 bits, and what it says of GPT-3."""
+    plan = load(name)
+    shape, b, t = job_of(plan, GPT3).shape, 3, 8
+    sbh, scores = shape.seq * b * shape.hidden, 5 * shape.heads * shape.seq / shape.hidden
+    table = {
+        ("none", 1, False): sbh * (34 + scores),
+        ("none", t, False): sbh * (10 + 24 / t + scores / t),
+        ("none", t, True): sbh / t * (34 + scores),
+        ("selective", t, False): sbh * (10 + 24 / t),
+        ("selective", t, True): 34 * sbh / t,
+        ("full", t, False): 2 * sbh,
+        ("full", t, True): 2 * sbh / t,
+    }
+    for how, size in table.items():
+        assert plan.layer_activations(shape, b, *how) == size, f"not table 2: {how}"
+        flash = ("selective" if how[0] == "none" else how[0], *how[1:])
+        flash_size = table.get(flash, 34 * sbh)
+        assert plan.layer_activations(shape, b, *how, flash=True) == flash_size, f"with flash: {how}"
+    fp32 = plan.layer_activations(shape, b, "none", t, True, 4)
+    assert fp32 == sbh / t * (2 * 34 - 2 + scores * 9 / 5), "masks are a byte in fp32, too"
+    saved = 1 - plan.layer_activations(shape, b, "selective") / plan.layer_activations(shape, b)
+    assert f"{saved:.0%}" == "70%", "selective recomputation saves another share"
+    whole = 96 * sbh / t * (34 + scores) + sbh / t + 4 * sbh / t * (1 + shape.vocab / shape.hidden)
+    assert plan.activations(shape, b, "none", t, True) == whole, "not section 4.3"
+    again = plan.activations(shape, b, "full", t, True) - 96 * 2 * sbh / t - sbh / t
+    assert again == sbh / t * (34 + scores) - 2 * sbh / t, "a recomputed layer is whole for a moment"
+
+
+def test_activations_are_those_of_table_2():
+    check_layer("plan")
+
+
+def check_wire(name):
+    """P(N-1)/N times 2, 2, 1 + k and 3k; 8bsh of tensor parallelism; bsh each way over each boundary."""
+    plan = load(name)
+    for k in (1, 4):
+        sent = [plan.wire(stage, 640, 64, k, width) / width for stage in range(4) for width in (2, 4)]
+        expected = [times * 640 * 63 / 64 for times in (2, 2, 2, 2, 1 + k, 1 + k, 3 * k, 3 * k)]
+        assert sent == expected, "other bytes of a ZeRO stage"
+    job = job_of(plan, "--size gpt2 --micro-batch 2 --accum 3 --gpus 16")
+    bsh = 2 * job.shape.seq * job.shape.hidden
+    for recompute, sequence, times in ("none", False, 8), ("selective", True, 10), ("full", False, 12):
+        moved = plan.tensor_wire(job.shape, 2, recompute, 4, sequence, 2, 3)
+        assert moved == 2 * times * 3 * job.shape.layers * bsh * 3 / 4, "other bytes of tensor parallelism"
+    tied = 2 * job.shape.vocab * job.shape.hidden
+    sent = [plan.replica(job, 1, 4, stage)[2] for stage in range(4)]  # 12 microbatches
+    assert sent == [24 * bsh + tied, 48 * bsh, 48 * bsh, 24 * bsh + tied], "other bytes of a pipeline"
+    found = plan.row(job, 1, 2, 4)
+    assert found["data"] == 2 and found["idle"] == 3 / (24 + 3), "another bubble"
+    params, _, within = plan.replica(job, 2, 4, 0)
+    assert found["bytes"]["sent_per_step"] == within + plan.wire(1, params, 2, 24), "not their sum"
+
+
+def test_bytes_sent_are_those_of_the_papers():
+    check_wire("plan")
+
+
+def check_stages(name, flags="--layers 14 --hidden 24 --heads 12 --vocab 16 --seq 64 --gpus 96"):
+    """Every legal t x p x d, by the stage that holds most and the one that sends most."""
+    plan = load(name)
+    job = job_of(plan, flags)
+    inside = min(job.gpus, job.gpus_per_node)
+    legal = set()
+    for t in range(1, inside + 1):
+        for p in range(1, job.shape.layers + 1):
+            fits = job.shape.heads % t == inside % t == job.gpus % (t * p) == 0 and t * p > 1
+            if fits and not (job.sequence_parallel and job.shape.seq % t):
+                legal.add((t, p, job.gpus // (t * p)))
+    meshes = plan.meshes(job)
+    assert {(row["tensor"], row["pipeline"], row["data"]) for row in meshes} == legal, "other meshes"
+    for row in meshes:
+        held, sent = [], []
+        for stage in range(row["pipeline"]):
+            params, kept, within = plan.replica(job, row["tensor"], row["pipeline"], stage)
+            held.append(sum(plan.states(1, params, row["data"], job.precision).values()) + kept)
+            sent.append(within + plan.wire(1, params, row["data"], width=plan.BYTES[job.precision][0]))
+        most = row["bytes"]
+        assert (most["sum"], most["sent_per_step"]) == (max(held), max(sent)), "not the fullest stage"
+
+
+NUMBERS = st.tuples(*(st.integers(1, most) for most in (40, 8, 64, 64, 9999)))
+SHAPES = NUMBERS.map(
+    lambda n: f"--layers {n[0]} --heads {n[1]} --hidden {n[1] * n[2]} --seq {8 * n[3]} --vocab {n[4]}"
+)
+HOW = st.tuples(
+    st.sampled_from(["--precision mixed", "--precision fp32"]),
+    st.sampled_from(["--recompute none", "--recompute selective", "--recompute full"]),
+    st.sampled_from(["", "--sequence-parallel", "--attention math"]),
+    st.integers(1, 4).map("--micro-batch {}".format),
+    st.integers(1, 4).map("--accum {}".format),
+).map(" ".join)
+often = hypothesis.settings(max_examples=60, deadline=None)
+
+
+@often
+@hypothesis.given(shape=SHAPES, how=HOW, gpus=st.integers(1, 64))
+def test_rows_are_of_the_legal_meshes_and_their_fullest_stages(shape, how, gpus):
+    check_stages("plan", f"{shape} {how} --gpus {gpus}")
+
+
+def check_order(name, flags="--params 7.5b", gpus=64, more=3):
+    """More ranks hold no more each, and a later stage of ZeRO no more than an earlier one."""
+    plan = load(name)
+    few, many = (plan.replicas(job_of(plan, f"{flags} --gpus {n}")) for n in (gpus, gpus + more))
+    sums = [[row["bytes"]["sum"] for row in rows] for rows in (few, many)]
+    assert all(later <= earlier for later, earlier in zip(sums[1], sums[0])), "more ranks hold more"
+    assert all(row == sorted(row, reverse=True) for row in sums), "a later stage holds more"
+
+
+MODELS = st.one_of(st.integers(1, 10**13).map("--params {}".format), st.tuples(SHAPES, HOW).map(" ".join))
+
+
+@often
+@hypothesis.given(flags=MODELS, gpus=st.integers(1, 5000), more=st.integers(0, 5000))
+def test_more_ranks_or_a_later_stage_never_need_more_memory(flags, gpus, more):
+    check_order("plan", flags, gpus, more)
+
+
+ADVICE = {
+    "--params 7.5b --gpus 64 --gpu-gb 120": "Take DP: 120 GB fit",
+    "--params 7.5b --gpus 64 --gpu-gb 119": "Take ZeRO-2: 16.6 GB fit where DP needs 120 GB",
+    "--params 7.5b --gpus 64 --gpu-gb 32 --accum 2": "Take ZeRO-1: 31.4 GB fit where DP needs 120 GB",
+    "--params 7.5b --gpus 64 --gpu-gb 16": "Take ZeRO-3: 1.88 GB fit where ZeRO-2 needs 16.6 GB",
+    f"{SEVENTY} --gpus 640 --gpu-gb 9": "Take t4 x p20 x d8 --recompute full --sequence-parallel: 7.84 GB",
+    f"{SEVENTY} --gpus 8 --micro-batch 4": "Nothing fits: ZeRO-3 needs 139 GB even with --recompute full. 15 GPUs",
+    f"{SEVENTY} --gpus 8 --gpu-gb 7.6": "Nothing fits: one sequence's activations take 7.64 GB",
+}
+
+
+def check_advice(name):
+    plan = load(name)
+    for flags, expected in ADVICE.items():
+        _, why = plan.advise([job_of(plan, flags)])
+        assert why.startswith(expected), f"{flags}: {why}"
+
+
+def test_the_advice_is_the_simplest_that_fits():
+    check_advice("plan")
+
+
+def check_lessons(name):
+    """Without what is in flight (U, E), the docstrings' formulas are plan.py's."""
+    plan, ledger = load(name), load("tools/ledger")
+    P, N, k = 6400, 4, 3
+    for precision, w, c, K in ("fp32", 4, 0, 8), ("mixed", 2, 4, 8):
+        letters = {"P": P, "N": N, "k": k, "w": w, "m": 4, "c": c, "K": K} | dict.fromkeys("TUEfg", 0)
+        for stage, lesson in enumerate(("ddp", "zero1", "zero2", "zero3")):
+            formulas = ledger.read_formulas(load(lesson))
+            values = {key: ledger.evaluate(text, letters) for key, text in formulas.items()}
+            states = plan.states(stage, P, N, precision)
+            # In bf16 fp32 copies are parameters in the lessons, and an optimizer's in ZeRO's paper.
+            own = values["parameters"] + values["optimizer"]
+            copy = 2 * P // N if precision == "mixed" and stage == 3 else 0  # the paper's bf16 shard
+            assert own + copy == states["parameters"] + states["optimizer"], f"{lesson} holds another number"
+            assert values["gradients"] == max(states["gradients"], 4 * P // N), f"{lesson}'s gradients"
+            sent = sum(values.get(key, 0) for key in ("all-reduce", "reduce-scatter", "all-gather"))
+            assert sent == plan.wire(stage, P, N, k, w), f"{lesson} sends another number of bytes"
+
+
+def test_the_docstrings_of_the_lessons_say_the_same():
+    check_lessons("plan")
+
+
+BAD = {
+    "": "--params", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
+    "--size toy --params 70b": "--params", "--size toy --layers 0": "--layers", "--size toy --heads 5": "--heads",
+    "--layers 2": "--heads --hidden --seq --vocab", "--params 1b --gpus 0": "--gpus 0: must be 1 or more",
+    "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --recompute full": "--recompute", "7b": "7b",
+    "--params 1b --json /no/such/folder/file": "--json /no/such/folder/file",
+}  # fmt: skip
+
+
+def test_bad_input_ends_in_one_line_and_exit_code_2():
+    for flags, named in BAD.items():
+        out, code, lines = printed(load("plan"), flags)
+        assert (out, code, len(lines)) == ("", 2, 1) and named in lines[0], (flags, code, lines)
+
+
+def test_json_is_the_table_in_bytes(tmp_path):
+    plan = load("plan")
+    out, _, _ = printed(plan, f"--size gpt2 --gpus 4 --recompute all --json {tmp_path}/plan")
+    alone, _, _ = printed(plan, "--size gpt2 --gpus 4 --recompute all --json -")
+    written = json.loads((tmp_path / "plan").read_text())
+    assert json.loads(alone) == written | {"json": "-"}
+    assert written["why"] == out.splitlines()[-1] and written["take"] in written["rows"]
+    shown = [line.split() for line in out.splitlines() if line.startswith(("DP", "ZeRO"))]
+    rows = [row for row in written["rows"] if row["tensor"] * row["pipeline"] == 1]
+    for words, row in zip(shown, rows):
+        assert words[0] == row["strategy"]
+        numbers = [float(word) for word in words[1:7]]
+        assert numbers == pytest.approx([size / 1e9 for size in row["bytes"].values()], rel=6e-3)
+
+
+def test_the_readme_shows_what_plan_prints():
+    shown = re.findall(r"^\$ python plan.py (.*)\n((?:.+\n)+?)```$", (ROOT / "README.md").read_text(), re.M)
+    assert shown
+    for flags, lines in shown:
+        assert printed(load("plan"), flags)[0] == lines
+
+
+MUTANTS = [
+    ("(2, 2, 12)", "(2, 2, 8)", check_figure_1, "not Figure 1"),
+    (" * (ranks - 1) // ranks", "", check_wire, "other bytes of a ZeRO stage"),
+    ("gradients\", \"parameters\")[:stage]", "gradients\")[stage:]", check_order, "a later stage holds more"),
+    ("+ 7 * hidden) // tensor + 6 * hidden", "+ 9 * hidden) // tensor + 4 * hidden", check_counts, "split of tensors"),
+    ("(first or last)", "first", check_counts, "stages lack parameters"),
+    ("(shape.layers + stage) // pipeline", "shape.layers // pipeline", check_counts, "stages lack parameters"),
+    ("ends[0] * numbers", "ends[0] * width * numbers", check_whole_model, "other bytes of activations"),
+    ("and not flash", "", check_layer, "with flash"),
+    ("peak = max(whole - kept, ends[1] * head)", "peak = ends[1] * head", check_layer, "whole for a moment"),
+    ("1 + microbatches, 3 * microbatches", "2 * microbatches, 3 * microbatches", check_wire, "a ZeRO stage"),
+    ('4 * (recompute == "full")', "0", check_wire, "tensor parallelism"),
+    ("ends.count(False)", "2", check_wire, "a pipeline"),
+    ("{0, 1, -layers % pipeline, pipeline - 1}", "{0, 1, pipeline - 1}", check_stages, "not the fullest stage"),
+    ("min(job.gpus, job.gpus_per_node)", "job.gpus", check_stages, "other meshes"),
+    ('row["strategy"] != "DP", ', "", check_advice, "Take"),
+    ("-(-asked.params // share)", "asked.params // share", check_advice, "Nothing fits"),
+    ("-(-params // ranks)", "params", check_lessons, "holds another number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("old, new, check, reason", MUTANTS)
+def test_a_mutant_is_rejected(old, new, check, reason, tmp_path):
+    rejects(check, reason, "plan", old, new, tmp_path)

@@ -1,0 +1,129 @@
+"""What is special to single.py, and what all lessons have from it."""
+
+import math
+
+import pytest
+import torch
+
+from tests.harness import apart, load, train, world
+
+
+def configured(lesson, flags):
+    """A lesson's config with the sizes filled in, and its text."""
+    config = lesson.parse(flags.split())
+    _, text = lesson.set_up(config)
+    return config, text
+
+
+@pytest.mark.parametrize(
+    "size, millions", [("small", 4.84), ("gpt2", 124.44), ("gpt2-xl", 1557.61), ("7.5b", 7502.37)]
+)
+def test_sizes_have_their_published_parameter_counts(size, millions):
+    single = load("single")
+    config = single.parse([])
+    for name, value in zip(single.SHAPE, single.SIZES[size].split()):
+        setattr(config, name, int(value))
+    with torch.device("meta"):
+        count = sum(param.numel() for param in single.GPT(config).parameters())
+    assert round(count / 1e6, 2) == millions
+
+
+def shares(name, flags, replicas):
+    """On a rank: the tokens of two steps of a global batch, in the order of its shares."""
+    single = load(name)
+    config, text = configured(single, flags)
+    of_rank = [
+        [inputs for inputs, _ in single.microbatches(config, text, step, "cpu", rank, replicas)]
+        for step in (1, 2)
+        for rank in range(replicas)
+    ]
+    inputs, targets = next(iter(single.microbatches(config, text, 1, "cpu")))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1]), "targets are not the next tokens"
+    return torch.cat([torch.cat(share) for share in of_rank])
+
+
+def check_batches(name):
+    whole = world(1).run(shares, name, "--batch 12", 1)[0]
+    assert whole.shape == (24, 64) and not torch.equal(whole[:12], whole[12:]), "steps draw the same"
+    for replicas, accum in (2, 1), (3, 2), (4, 3):
+        own = world(1).run(shares, name, f"--batch 12 --accum {accum}", replicas)[0]
+        assert torch.equal(own, whole), "another global batch"
+    other = world(1).run(shares, name, "--batch 12 --seed 1", 1)[0]
+    assert not torch.equal(other, whole), "another seed draws the same"
+
+
+def test_every_world_draws_the_same_global_batch():
+    check_batches("single")
+
+
+def test_a_folder_is_read_as_one_text(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two").write_bytes(b"world" * 20)
+    (tmp_path / "a").write_bytes(b"hello ")
+    (tmp_path / "empty").write_bytes(b"")
+    _, text = world(1).run(read, str(tmp_path))[0]
+    assert bytes(text.tolist()) == b"hello " + b"world" * 20
+
+
+def read(folder):
+    config, text = configured(load("single"), f"--data {folder}")
+    return vars(config), text
+
+
+def norms(name, numel=60_000_000):
+    """On a rank: relative errors of the norm of so many elements, and of what is clipped; in bf16."""
+    single = load(name)
+    params = [torch.nn.Parameter(torch.zeros(numel)), torch.nn.Parameter(torch.zeros(3))]
+    params[0].grad = torch.rand(numel)
+    params[1].grad = torch.ones(3)
+    exact = sum(part.double().square().sum() for part in params[0].grad.split(2**20)).add(3).sqrt()
+    norm = single.clip_grad_norm_(iter(params), exact / 2)
+    clipped = sum(part.double().square().sum() for part in params[0].grad.split(2**20))
+    clipped += params[1].grad.double().square().sum()
+    return (norm / exact - 1).item(), (clipped.sqrt() / exact - 0.5).item()
+
+
+def check_norm(name):
+    norm, clipped = world(1).run(norms, name)[0]
+    assert abs(norm) < 1e-6, f"the norm is off by {norm:.1e}"
+    assert abs(clipped) < 1e-6, f"what is clipped is off by {clipped:.1e}"
+
+
+def test_the_norm_of_60_million_elements_is_exact():
+    check_norm("single")
+
+
+def masters(name):
+    """On a rank: how far three steps of MasterWeights are from the same steps of fp32 weights, rounded."""
+    lesson = load(name)
+    grads = [
+        [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in (j, j + 9)] for j in range(3)
+    ]
+    params = [torch.nn.Parameter(torch.linspace(0.1, 1, 5).bfloat16()) for _ in range(2)]
+    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    optimizers = [
+        lesson.MasterWeights(params, torch.optim.AdamW, lr=1e-3),
+        torch.optim.AdamW(wide, lr=1e-3),
+    ]
+    for step in grads:
+        for each, optimizer in zip((params, wide), optimizers):
+            for param, grad in zip(each, step):
+                param.grad = grad.bfloat16().to(param.dtype)
+            optimizer.step()
+    return max(apart(param.detach(), each.detach().bfloat16()) for param, each in zip(params, wide))
+
+
+def check_master_steps(name):
+    assert world(1).run(masters, name)[0] == 0, "not the fp32 steps, rounded"
+
+
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_master_weights_step_in_fp32_and_round(name):
+    check_master_steps(name)
+
+
+def test_the_loss_starts_at_chance_and_falls():
+    result, _ = train("single", 1, "")
+    assert abs(result["losses"][0] - math.log(256)) < 0.1
+    assert result["losses"][-1] < 4
+    assert all(loss > 0 for loss in result["step_ms"])
