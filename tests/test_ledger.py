@@ -1,0 +1,191 @@
+"""tools/ledger.py: what it counts, what it reads in docstrings, and that a simulation is the real thing."""
+
+import contextlib
+import io
+import json
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import ROOT, TEXT, load, rejects, train, world
+
+# Sizes that four ranks divide evenly.
+EVEN = f"--layers 3 --heads 4 --width 32 --context 16 --steps 2 --batch 8 --accum 2 --data {TEXT}"
+
+
+def check_formulas(name):
+    """A formula's value is that of the same in Python, with the multiplications written out."""
+    ledger = load(name)
+    letters = {"P": 100, "N": 4, "w": 2, "k": 3, "E": 7, "U": 11, "f": 1, "m": 4, "g": 1}
+    for formula, value in {
+        "P": 100,
+        "2wP(N-1)/N": 2 * 2 * 100 * 3 / 4,
+        "mP/N + w(E+(1+f)U)": 4 * 100 / 4 + 2 * (7 + 2 * 11),
+        "max(w(P/N+E+(2+g)U), mP/N)": 2 * (100 / 4 + 7 + 3 * 11),
+        "kw(2P-E-(1+f)U)(N-1)/N": 3 * 2 * (200 - 7 - 22) * 3 / 4,
+        "10P12": 12000,
+        "(N+1)(N-1)": 15,
+    }.items():
+        assert ledger.evaluate(formula, letters) == value, f"{formula} has another value"
+    found = ledger.read_formulas(load("zero3"))
+    assert list(found) == ["parameters", "gradients", "optimizer", "reduce-scatter", "all-gather"], (
+        "other lines"
+    )
+    assert found["reduce-scatter"] == "kwP(N-1)/N", "another formula"
+
+
+def test_formulas_are_read_and_evaluated():
+    check_formulas("tools/ledger")
+
+
+def tiny_run(name):
+    """On a rank: what a Watch sees of tensors that come and go."""
+    ledger = load(name)
+    weight = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.Adam([weight])
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    freed = torch.ones(500)
+    with ledger.Watch() as watch:
+        (weight * 2).sum().backward()  # two activations of 1000, a gradient of 1000
+        travelling = torch.zeros(2, 1000)
+        travelling[0].copy_(weight.grad)
+        received = torch.empty(2, 1000)
+        dist.all_to_all_single(received, travelling)  # a gradient, as what is copied from one is
+        weight.grad = None
+        travelling.untyped_storage().resize_(0)
+        dist.all_reduce(received[0])
+        dist.all_reduce(received[0, :1])  # a single number
+        wide = weight.detach().double()  # a parameter, as a cast of one is
+        freed.untyped_storage().resize_(0)
+        del wide, received
+    sent = {key: value for key, value in watch.sent.items() if key[1] != "payload"}
+    return watch.held(), sent
+
+
+def check_watch(name):
+    held, sent = world(2).run(tiny_run, name)[0]
+    assert held["parameters"] == 4000 + 8000, "parameters and what they are cast to"
+    assert held["optimizer"] == 8000 + 4, "two moments and a count"
+    assert held["gradients"] == 4000 + 8000 + 8000, "gradients and what they are copied and sent to"
+    assert sent["all-to-all", "wire"] == 8000 / 2, "an all-to-all sends (N-1)/N"
+    assert sent["all-reduce", "calls"] == 1, "single numbers are not counted"
+    assert sent["all-reduce", "wire"] == 4000, "an all-reduce sends twice that"
+    other = held["all"] - held["parameters"] - held["optimizer"] - held["gradients"]
+    assert -4000 - 8000 - 2004 <= other <= 6000, f"{other} other bytes"
+
+
+def test_a_storage_counts_from_birth_to_death_by_what_it_holds():
+    check_watch("tools/ledger")
+
+
+def simulated(name, lesson_name, ranks, rank, flags, backend):
+    """In a process of its own: what the simulation of a rank finds."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ledger, lesson = load(name), load(lesson_name)
+    result = ledger.simulate(lesson, lesson.parse(flags.split()), ranks, rank, backend)
+    dist.destroy_process_group()
+    return result
+
+
+def check_simulation(name, lesson, flags=""):
+    """A simulated rank over gloo holds and sends what the real ones do, to the byte."""
+    real, _ = train(lesson, 4, f"{EVEN} {flags}")
+    try:
+        ranks = [
+            world(1).run(simulated, name, lesson, 4, rank, f"{EVEN} {flags}", "gloo")[0] for rank in (0, 3)
+        ]
+    finally:
+        world(1).close(kill=True)
+    for result in ranks:
+        assert result["held"] == real["held"], f"held: {result['held']}, not {real['held']}"
+        assert result["sent"] == real["sent"], f"sent: {result['sent']}, not {real['sent']}"
+    return ranks
+
+
+@pytest.mark.parametrize("flags", ["", "--dtype bf16"])
+@pytest.mark.parametrize("lesson", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(lesson, flags):
+    check_simulation("tools/ledger", lesson, flags)
+
+
+FIGURE_1 = {"zero1": 31.4, "zero2": 16.6, "zero3": 1.88}  # GB, arXiv 1910.02054
+
+
+@pytest.mark.parametrize("lesson", ["zero1", "zero2", "zero3"])
+def test_zeros_figure_1_comes_out_of_the_code(lesson):
+    flags = "--size 7.5b --dtype bf16 --steps 2 --batch 64 --device cpu"
+    try:
+        result = world(1).run(simulated, "tools/ledger", lesson, 64, 5, flags, "nccl", timeout=100)[0]
+    finally:
+        world(1).close(kill=True)
+    held = sum(row["measured"] for row in result["held"].values()) / 1e9
+    # In flight: the root and two units of gradients, in zero3.py of weights, too; a parameter's gradient.
+    unit, root, largest = 2 * 0.2273, 2 * 0.2276, 2 * 0.2187
+    flying = {"zero1": 0, "zero2": root + 2 * unit, "zero3": 2 * (root + 2 * unit)}[lesson]
+    assert FIGURE_1[lesson] - 0.1 < held < FIGURE_1[lesson] + flying + largest + 0.5
+
+
+def run_main(arguments):
+    """On a rank: what the command prints, and its exit code."""
+    ledger = load("tools/ledger")
+    sys.argv = ["ledger.py", *arguments.split()]
+    ledger.dist.destroy_process_group = lambda: None
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
+        try:
+            ledger.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    return out.getvalue(), errors.getvalue().splitlines(), code
+
+
+def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
+    flags = EVEN.replace("--steps 2", "--steps 3")
+    command = f"--json {tmp_path}/out.json --trace {tmp_path}/traces {ROOT / 'zero3.py'} {flags}"
+    (out, _, code), _ = world(2).run(run_main, command)
+    assert code == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    keys = "lesson world_size backend device dtype n_params losses grad_norms step_ms held sent peak_bytes"
+    assert list(written) == keys.split()
+    assert written["lesson"] == "zero3" and written["world_size"] == 2 and len(written["losses"]) == 3
+    row = written["held"]["parameters"]
+    line = (
+        f"  parameters      mP/N + w(E+(1+f)U)  {row['formula'] / 1e6:.2f} MB {row['measured'] / 1e6:.2f} MB"
+    )
+    assert re.sub(r" +", " ", line) in re.sub(r" +", " ", out)
+    assert set(written["sent"]["all-gather"]) == {"formula", "calls", "payload", "wire"}
+    assert len(list((tmp_path / "traces").glob("rank*.json"))) == 2
+    events = json.loads(next((tmp_path / "traces").glob("rank0*.json")).read_text())["traceEvents"]
+    assert any("all_gather" in str(event.get("name")) or "gloo" in str(event.get("name")) for event in events)
+
+
+@pytest.mark.parametrize("arguments", ["", "no/such/lesson.py", "--ranks x zero3.py"])
+def test_bad_input_ends_in_one_line_and_exit_code_2(arguments):
+    _, lines, code = world(1).run(run_main, arguments)[0]
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("ledger.py: ")
+
+
+MUTANTS = [
+    ("passes * (group.size() - 1)", "passes * group.size()", check_watch, "sends (N-1)/N"),
+    ("tensor in given) > 1", "tensor in given) > 0", check_watch, "single numbers"),
+    ('"aten::_to_copy", ', "", check_watch, "cast to"),
+    ('("aten::copy_", ', "(", check_watch, "copied and sent"),
+    ('self.note(leaf.grad, "gradients")', "pass", check_watch, "gradients"),
+    ('self.note(tensor, "optimizer")', "pass", check_watch, "two moments"),
+    ("max(most[kind], alive[kind])", "alive[kind]", check_watch, ""),
+    ('"*" * (is_factor', '"+" * (is_factor', check_formulas, "another value"),
+]
+
+
+@pytest.mark.parametrize("old, new, check, reason", MUTANTS)
+def test_a_mutant_is_rejected(old, new, check, reason, tmp_path):
+    rejects(check, reason, "tools/ledger", old, new, tmp_path)
