@@ -143,8 +143,7 @@ class Unit:
             for name, param in list(submodule._parameters.items()):
                 if param in weight_of:
                     delattr(submodule, name)
-                    submodule.register_buffer(name, None)
-                    setattr(submodule, name, weight_of[param])  # which an LSTM overrides
+                    submodule.register_buffer(name, weight_of[param])
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
         self.stale = False

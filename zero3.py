@@ -210,8 +210,7 @@ class Unit:
             self.all_gather_work = None
             for submodule, name, weight in self.slots:
                 delattr(submodule, name)
-                submodule.register_buffer(name, None)
-                setattr(submodule, name, weight)  # which an LSTM overrides
+                submodule.register_buffer(name, weight)
 
     def reshard(self):
         """Free the weights, and end their unit's backward."""
@@ -219,7 +218,7 @@ class Unit:
         self.flat_param.untyped_storage().resize_(0)
         for submodule, name, _ in self.slots:
             delattr(submodule, name)
-            setattr(submodule, name, ShardedWeight())
+            vars(submodule)[name] = ShardedWeight()
         self.in_backward = False
 
     def collect(self, weight):

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from test_all import check_ledger, check_parity
-from tests.harness import apart, load, world
+from test_all import check_ledger, check_masters, check_parity
+from tests.harness import apart, load, rejects, world
 from tests.test_zero import Late, Odd, Wide, batches, train_plain
 
 
@@ -179,8 +179,10 @@ def bucket_sizes(name, numels, cap):
 
 def check_buckets(name):
     mib = 2**18  # elements
-    sizes = world(1).run(bucket_sizes, name, [mib] * 10, None)[0]
-    assert sizes == [[9], [8, 7], [6, 5], [4, 3], [2, 1], [0]], f"not 1 MiB and then fifths: {sizes}"
+    sizes = world(1).run(bucket_sizes, name, [mib // 4] * 40, None)[0]
+    assert [len(size) for size in sizes] == [4, 8, 8, 8, 8, 4], f"not 1 MiB and then fifths: {sizes}"
+    sizes = world(1).run(bucket_sizes, name, [mib * 10] * 20, None)[0]
+    assert [len(size) for size in sizes] == [1] + [3] * 6 + [1], f"not 1 MiB and then 25: {sizes}"
     sizes = world(1).run(bucket_sizes, name, [mib // 2] * 8, 2)[0]
     assert sizes == [[7, 6], [5, 4, 3, 2], [1, 0]], f"not 1 MiB and then 2: {sizes}"
 
@@ -215,3 +217,33 @@ def test_a_second_backward_is_refused_and_the_norm_of_60_million_elements_exact(
 
 
 # ---- mutants ----
+# ---- mutants ----
+
+
+def check_bf16(name):
+    check_ledger(name, 2, "--dtype bf16")
+
+
+MUTANTS = [
+    ("all_reduce(bucket.flat_grad, ", "all_reduce(bucket.flat_grad[:0], ", check_parity, "losses differ"),
+    ("squares.sqrt() / self.world_size", "squares.sqrt()", check_parity, "losses differ"),
+    ("view.copy_(param.grad)", "view.add_(param.grad)", check_parity, "losses differ"),
+    ("view.zero_()", "pass", check_odd, "weights differ"),
+    ("dist.broadcast(tensor, group_src=0, group=group)", "pass", check_odd, "weights differ"),
+    ("        if self.syncing:\n", "        if True:\n", check_parity, "belong in no_sync()"),
+    ("bucket.work.wait()", "pass", check_late, "weights differ"),
+    ("not self.to_launch[0].pending", "not bucket.pending", check_order, "another order"),
+    ("while self.overlap and", "while", check_order, "another order"),
+    ("params[::-1]", "params", check_buckets, "not 1 MiB"),
+    ("if buckets else min(cap_mb, 1)", "", check_buckets, "not 1 MiB"),
+    ("/ 5 / 2**20", "/ 4 / 2**20", check_buckets, "fifths"),
+    ("        param.grad = view", "        pass", check_gradients, ""),
+    ("square().sum(dtype=torch.float64)", "norm().double().square()", check_misuse_and_norm, "the norm is"),
+    ("param.copy_(master)", "pass", check_masters, "bf16 weights moved by 0.06"),
+    ("master.grad = None", "pass", check_bf16, "gradients: +"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("old, new, check, reason", MUTANTS)
+def test_a_mutant_is_rejected(old, new, check, reason, tmp_path):
+    rejects(check, reason, "ddp", old, new, tmp_path)

