@@ -9,13 +9,13 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-LESSONS=(dp_threads dp_async ddp zero1 zero2 zero3 pipeline tensor_parallel checkpointing) # in reading order, after single.py; a new lesson is one more word here
+LESSONS=(ddp zero1 zero2 zero3) # in reading order, after single.py
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
 # A Python that has all the packages of a requirements file: the one on PATH, or .venv, made if need be.
 set_up() {
-    local requirements=$1 probe=$2
+    local requirements=$1 probe="import importlib.util, sys; sys.exit(any(importlib.util.find_spec(p) is None for p in '$2'.split()))"
     for python in .venv/bin/python python3 python; do
         if command -v "$python" >/dev/null && "$python" -c "$probe" 2>/dev/null; then return; fi
     done
@@ -25,46 +25,30 @@ set_up() {
     "$python" -m pip install --quiet --requirement "$requirements"
 }
 
-found() { # Python code that fails unless these packages can be imported; finding is faster than importing
-    echo "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(p) is None for p in '$*'.split()))"
-}
-
 case "${1:-}" in
 test)
     shift
-    set_up requirements-dev.txt "$(found torch numpy pytest hypothesis)"
+    set_up requirements-dev.txt "torch numpy pytest hypothesis"
     exec "$python" -m pytest "$@"
     ;;
 lint)
-    set_up requirements-dev.txt "$(found ruff)"
+    set_up requirements-dev.txt "ruff"
     "$python" -m ruff check .
     exec "$python" -m ruff format --check .
     ;;
 esac
 
-set_up requirements.txt "$(found torch numpy)"
+set_up requirements.txt "torch numpy"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 ranks=${NPROC:-$((gpus > 0 ? gpus : 4))}
 [ $# -gt 0 ] || set -- "${LESSONS[@]}"
 for lesson in "$@"; do
-    lesson=${lesson%.py}
-    case " ${LESSONS[*]} " in
-    *" $lesson "*) ;;
-    *) echo "run.sh: no lesson '$lesson'; choose from: ${LESSONS[*]}" >&2 && exit 2 ;;
-    esac
+    [[ " ${LESSONS[*]} " == *" ${lesson%.py} "* ]] && continue
+    echo "run.sh: no lesson '$lesson'; choose from: ${LESSONS[*]}" >&2
+    exit 2
 done
 
-# The same text, batches and steps for all; FLAGS come last, so they win. The toy has 4 layers and 4 heads to
-# share out; where the ranks cannot, and FLAGS name no other size, it is made to fit.
-flags=(--steps 20 --batch $((4 * ranks)))
-case " ${FLAGS:-}" in
-*" --size"*) ;;
-*)
-    [ $((4 % ranks)) -eq 0 ] || flags+=(--heads "$ranks" --width $(((128 + ranks - 1) / ranks * ranks)))
-    [ "$ranks" -le 4 ] || flags+=(--layers "$ranks")
-    ;;
-esac
-flags+=(${FLAGS:-})
+flags=(--batch $((4 * ranks)) ${FLAGS:-}) # the same text, batches and steps for all
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 rm -rf runs
 mkdir -p runs
@@ -76,14 +60,9 @@ run() { # NAME COMMAND ...
     "$@" "${flags[@]}" --json "runs/$name.json" --save "runs/$name.pt" || echo "$name: exit code $?"
 }
 
-run single "$python" single.py
-for lesson in "$@"; do
-    lesson=${lesson%.py}
-    case $lesson in # those of one process, and those that torchrun starts
-    dp_threads) run "$lesson" "$python" "$lesson.py" --replicas "$ranks" ;;
-    dp_async) run "$lesson" "$python" "$lesson.py" --workers "$ranks" ;;
-    *) run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" "$lesson.py" ;;
-    esac
+run single "$python" tools/ledger.py single.py
+for lesson in "${@%.py}"; do
+    run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py"
 done
 say "Every lesson against single.py"
 exec "$python" tools/compare.py runs "${@%.py}"

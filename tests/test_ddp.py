@@ -181,8 +181,8 @@ def check_buckets(name):
     mib = 2**18  # elements
     sizes = world(1).run(bucket_sizes, name, [mib // 4] * 40, None)[0]
     assert [len(size) for size in sizes] == [4, 8, 8, 8, 8, 4], f"not 1 MiB and then fifths: {sizes}"
-    sizes = world(1).run(bucket_sizes, name, [mib * 10] * 20, None)[0]
-    assert [len(size) for size in sizes] == [1] + [3] * 6 + [1], f"not 1 MiB and then 25: {sizes}"
+    sizes = world(1).run(bucket_sizes, name, [mib * 25 // 2] * 20, None)[0]
+    assert [len(size) for size in sizes] == [1] + [2] * 9 + [1], f"not 1 MiB and then 25: {sizes}"
     sizes = world(1).run(bucket_sizes, name, [mib // 2] * 8, 2)[0]
     assert sizes == [[7, 6], [5, 4, 3, 2], [1, 0]], f"not 1 MiB and then 2: {sizes}"
 

@@ -1,7 +1,8 @@
 """One table of finished runs, each held against single.py's: python tools/compare.py runs ddp zero1 ...
 
 A lesson passes if each loss and each weight is single.py's within TOLERANCE: rounding may differ, no more.
-Reads runs/NAME.json and runs/NAME.pt, as --json and --save write them.
+Reads runs/NAME.json, as tools/ledger.py writes it, and runs/NAME.pt, as --save does. MB are 10^6 bytes,
+measured / by the formula in the lesson's docstring.
 """
 
 import json
@@ -12,23 +13,33 @@ from pathlib import Path
 import torch
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2}  # of losses and of weights
-COLUMNS = "{:<18}{:>6}{:>12}{:>14}{:>12}{:>11}{:>11}{:>13}{:>10}  {}"
+COLUMNS = "{:<18}{:>6}{:>12}{:>13}{:>15}{:>15}{:>15}{:>15}{:>9}  {}"
+TITLES = (
+    "lesson",
+    "ranks",
+    "final loss",
+    "max |change|",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "sent in a step",
+)
 
 
-def megabytes(size):
-    return f"{size / 1e6:.2f} MB"
+def megabytes(rows, key):
+    """Measured / expected, of one row or the sum of several."""
+    if not rows:
+        return "-"
+    return " / ".join(f"{sum(row[name] for row in rows) / 1e6:.2f}" for name in (key, "formula"))
 
 
-def row(name, result, difference, verdict):
-    held = [megabytes(result["held"].get(part, {"measured": 0})["measured"]) for part in PARTS]
-    sent = megabytes(sum(kind["wire"] for kind in result["sent"].values()))
-    ms = f"{statistics.median(result['step_ms']):.1f}" if result["step_ms"] else "-"
-    return COLUMNS.format(
-        name, result["world_size"], f"{result['losses'][-1]:.4f}", difference, *held, sent, ms, verdict
-    )
-
-
-PARTS = ("parameters", "gradients", "optimizer")
+def line(name, result, difference, verdict):
+    held = [[result["held"][part]] if part in result["held"] else [] for part in TITLES[4:7]]
+    held = [megabytes(rows, "measured") for rows in held]
+    sent = megabytes(result["sent"].values(), "wire")
+    ms = f"{statistics.median(result['step_ms']):.1f}"
+    loss = f"{result['losses'][-1]:.4f}"
+    return COLUMNS.format(name, result["world_size"], loss, difference, *held, sent, ms, verdict)
 
 
 def compare(folder, name, plain, weights):
@@ -36,35 +47,30 @@ def compare(folder, name, plain, weights):
     if not (folder / f"{name}.json").exists() or not (folder / f"{name}.pt").exists():
         return f"{name:<18}did not finish", False
     result = json.loads((folder / f"{name}.json").read_text())
-    own = torch.load(folder / f"{name}.pt")
+    own = torch.load(folder / f"{name}.pt", map_location="cpu")
     tolerance = TOLERANCE[result["dtype"]]
-    same_losses = len(result["losses"]) == len(plain["losses"]) and all(
-        abs(a - b) <= tolerance for a, b in zip(result["losses"], plain["losses"])
-    )
     if own.keys() != weights.keys():
-        return row(name, result, "other names", "FAILED"), False
-    difference = max(
-        (own[key].cpu().double() - weights[key].cpu().double()).abs().max().item() for key in own
-    )
+        return line(name, result, "other names", "FAILED"), False
+    difference = max((own[key].double() - weights[key].double()).abs().max().item() for key in own)
     verdict = "same" if difference <= tolerance else "FAILED: weights differ"
-    if not same_losses:
+    pairs = list(zip(result["losses"], plain["losses"]))
+    if len(result["losses"]) != len(plain["losses"]) or any(not abs(a - b) <= tolerance for a, b in pairs):
         verdict = "FAILED: losses differ"
-    return row(name, result, f"{difference:.1e}", verdict), verdict == "same"
+    return line(name, result, f"{difference:.1e}", verdict), verdict == "same"
 
 
 def main(folder, names):
     plain = json.loads((folder / "single.json").read_text())
-    weights = torch.load(folder / "single.pt")
-    print(COLUMNS.format("", "", "", "max |change|", "", "held", "", "sent", "", "").rstrip())
-    titles = ("lesson", "ranks", "final loss", "from single", *PARTS, "per step", "ms/step", "verdict")
-    print(COLUMNS.format(*titles))
-    print(row("single", plain, "-", "the plain loop"))
-    compared = [compare(folder, name, plain, weights) for name in names]
-    for line, _ in compared:
-        print(line)
-    passed = sum(good for _, good in compared)
-    print(f"\n{passed} passed, {len(compared) - passed} failed")
-    return passed != len(compared)
+    weights = torch.load(folder / "single.pt", map_location="cpu")
+    print(COLUMNS.format(*TITLES, "ms/step", "verdict"))
+    print(line("single", plain, "-", "the plain loop"))
+    passed = 0
+    for name in names:
+        row, good = compare(folder, name, plain, weights)
+        print(row)
+        passed += good
+    print(f"\n{passed} passed, {len(names) - passed} failed. MB held and sent by a rank: measured / formula")
+    return passed != len(names)
 
 
 if __name__ == "__main__":
