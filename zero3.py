@@ -57,7 +57,8 @@ class ZeRO3(nn.Module):
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
     share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
     the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().    prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward.
+    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().
+    prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward.
     device: of shards and units (None: where the parameters are).
     """
 

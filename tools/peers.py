@@ -1,0 +1,168 @@
+"""The peers of each lesson: the same model, batches and optimizer, trained by PyTorch's modules or DeepSpeed.
+
+peers_of("zero3") is {title: build}. build(lesson, config, device) is a Peer, whose step(batches) is an
+optimizer step, and whose weights() are the plain model's state_dict.
+"""
+
+import importlib.util
+import itertools
+import logging
+import warnings
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+ALONE = "compute alone"  # 1/N of the batch through the whole model, and no word to anybody
+
+
+def new_model(lesson, config, device, dtype=None):
+    torch.manual_seed(config.seed)
+    return lesson.GPT(config).to(device, lesson.DTYPES[dtype or config.dtype])
+
+
+class Peer:
+    """A model and one way to train it."""
+
+    def __init__(self, lesson, config, model, wrapped, optimizer):
+        self.lesson, self.config = lesson, config
+        self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
+
+    def step(self, batches):
+        for i, (inputs, targets) in enumerate(batches, start=1):
+            last = i == len(batches) or not hasattr(self.wrapped, "no_sync")
+            with nullcontext() if last else self.wrapped.no_sync():
+                loss = self.lesson.mean_loss(self.wrapped(inputs), targets)
+                (loss / len(batches)).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        self.optimizer.step()
+        self.model.zero_grad()
+
+    def weights(self):
+        """With the help of all ranks."""
+        tensors = self.model.state_dict().items()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors}
+
+
+def plain(wrap, lesson, config, device):
+    """The model as wrap() has it, and an optimizer that knows nothing of ranks, in bf16 with masters."""
+    model = new_model(lesson, config, device)
+    optimizer_class = lesson.OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        masters = importlib.import_module("ddp").MasterWeights
+        optimizer = masters(model.parameters(), optimizer_class, lr=config.lr, fused=True)
+    else:
+        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    return Peer(lesson, config, model, wrap(model), optimizer)
+
+
+def ddp(options, lesson, config, device):
+    """torch's DistributedDataParallel; fifths: with buckets of a fifth of the model, as ddp.py's."""
+    options = dict(options)
+    if options.pop("fifths", False):
+        size = sum(p.nbytes for p in new_model(lesson, config, "meta").parameters())
+        options["bucket_cap_mb"] = min(size / 5 / 2**20, 25)
+    return plain(partial(DistributedDataParallel, **options), lesson, config, device)
+
+
+def ddp_with_zero(options, lesson, config, device):
+    peer = ddp(options, lesson, config, device)
+    optimizer_class = lesson.OPTIMIZERS[config.optim]
+    params = peer.model.parameters()
+    peer.optimizer = ZeroRedundancyOptimizer(params, optimizer_class, lr=config.lr, fused=True)
+    return peer
+
+
+def fsdp2(reshard, prefetch, lesson, config, device):
+    """Units as in zero3.py; what is in none stays whole, as there. In bf16 with fp32 shards."""
+    half = config.dtype == "bf16"
+    model = new_model(lesson, config, device, "fp32" if half else None)
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)} if half else {}
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, **policy)
+    fully_shard(model, **policy)
+    if prefetch:
+        for block, after in itertools.pairwise(model.blocks):
+            block.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([block])
+    optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    return Peer(lesson, config, model, model, optimizer)
+
+
+class DeepSpeed(Peer):
+    """Its engine clips and steps by itself. In stage 3 no parameter stays whole, as in zero3.py.
+
+    fifths: with buckets of a fifth of the model, in place of 5e8 elements.
+    """
+
+    def __init__(self, stage, overlap, fifths, lesson, config, device):
+        model = new_model(lesson, config, device)
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        import deepspeed
+
+        zero = {"stage": stage, "overlap_comm": overlap, "contiguous_gradients": True}
+        if stage == 3:
+            zero["stage3_param_persistence_threshold"] = 0
+        if fifths:
+            elements = sum(p.numel() for p in model.parameters()) // 10 * 2  # which must be even
+            zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
+        optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": config.batch // dist.get_world_size() // config.accum,
+                "gradient_accumulation_steps": config.accum,
+                "gradient_clipping": config.clip,
+                "bf16": {"enabled": config.dtype == "bf16"},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_optimization": zero,
+            },
+        )
+        super().__init__(lesson, config, model, engine, optimizer)
+        self.gather = deepspeed.zero.GatheredParameters if stage == 3 else lambda _: nullcontext()
+
+    def step(self, batches):
+        for inputs, targets in batches:
+            self.wrapped.backward(self.lesson.mean_loss(self.wrapped(inputs), targets))
+            self.wrapped.step()
+
+    def weights(self):
+        with self.gather(list(self.model.parameters())):
+            return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+
+def peers_of(name):
+    """{title: build}; build is None where a package is missing."""
+    views = {"fifths": True, "gradient_as_bucket_view": True}
+    peers = {ALONE: partial(plain, lambda model: model)}
+    if name == "ddp":
+        peers["torch DDP, defaults"] = partial(ddp, {})
+        peers["torch DDP, buckets of P/5"] = partial(ddp, {"fifths": True})
+        peers["torch DDP, buckets of P/5, views"] = partial(ddp, views)
+    if name == "zero1":
+        peers["DDP + ZeroRedundancyOptimizer"] = partial(ddp_with_zero, {})
+        peers["DDP + ZeroRedundancyOptimizer, P/5, views"] = partial(ddp_with_zero, views)
+    if name == "zero3":
+        peers["FSDP2"] = partial(fsdp2, True, False)
+        peers["FSDP2, explicit prefetch"] = partial(fsdp2, True, True)
+        peers["FSDP2, no reshard"] = partial(fsdp2, False, False)
+    if name.startswith("zero"):
+        stage = int(name[-1])
+        installed = importlib.util.find_spec("deepspeed")
+        for title, *how in (
+            ("", True, False),
+            (", no overlap", False, False),
+            (", buckets of P/5", True, True),
+        ):
+            peers[f"DeepSpeed {stage}{title}"] = partial(DeepSpeed, stage, *how) if installed else None
+    return peers
