@@ -9,6 +9,7 @@ Runs the unmodified lesson and watches every operator of its second step, when t
 held: the most that any rank had alive at once, each line at its own peak. Parameters are the leaves that
 require a gradient, gradients their .grad, the optimizer's are in its state, and what a copy or a collective
 makes of one of these. (Gradients may exceed a formula by one parameter's, which autograd just computed.)
+Activations are what else the step made, in floating point, and holds when a backward begins.
 sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S(N-1)/N in an all-reduce,
 S(N-1)/N in a reduce-scatter, all-gather or all-to-all, S in a send; none for a single number. An all-to-all
 that does the work of a reduce-scatter, over gloo, is listed as one.
@@ -53,6 +54,16 @@ def tensors_in(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def noted(function, note):
+    """The function, which first calls note() with its arguments."""
+
+    def call(*args, **kwargs):
+        note(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
 class Watch(TorchDispatchMode):
     """While on, follows every storage until it is freed, and counts what collectives are given."""
 
@@ -63,6 +74,7 @@ class Watch(TorchDispatchMode):
         self.kinds = {}  # number: kind
         self.same = []  # of each number another one of the same kind, or itself
         self.sent = Counter()
+        self.patches = ExitStack()
 
     def note(self, tensor, kind=None):
         """The number of a tensor's storage."""
@@ -71,6 +83,7 @@ class Watch(TorchDispatchMode):
         if key not in self.alive:
             self.alive[key] = (len(self.same), 0, weakref.ref(storage, lambda _: self.forget(key)))
             self.same.append(len(self.same))
+            kind = kind or (None if tensor.is_floating_point() else "other")
         self.resize(key, storage.nbytes())
         number, _, _ = self.alive[key]
         if kind:
@@ -78,7 +91,7 @@ class Watch(TorchDispatchMode):
         return number
 
     def resize(self, key, size):
-        number, before, reference = self.alive[key]
+        number, before, reference = self.alive.get(key, (None, size, None))
         if size != before:
             self.events.append((number, size - before))
             self.alive[key] = (number, size, reference)
@@ -100,18 +113,18 @@ class Watch(TorchDispatchMode):
                     self.note(tensor, "optimizer")
         for leaf in self.leaves:
             self.note(leaf, "parameters")
-        resize = torch.UntypedStorage.resize_  # which is no operator
-
-        def resize_and_note(storage, size):
-            resize(storage, size)
-            if id(storage) in self.alive:
-                self.resize(id(storage), size)
-
-        torch.UntypedStorage.resize_ = resize_and_note
+        for number in range(len(self.same)):
+            self.kinds.setdefault(number, "other")
+        for where, name, note in (  # which are no operators
+            (torch.UntypedStorage, "resize_", lambda storage, size: self.resize(id(storage), size)),
+            (torch.autograd, "backward", lambda *_, **__: self.events.append(("backward", 0))),
+            (torch.autograd, "grad", lambda *_, **__: self.events.append(("backward", 0))),
+        ):
+            self.patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name), note)))
         return super().__enter__()
 
     def __exit__(self, *error):
-        del torch.UntypedStorage.resize_
+        self.patches.close()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -151,6 +164,9 @@ class Watch(TorchDispatchMode):
             kinds.setdefault(self.root(number), kind)
         alive, most = Counter(), Counter()
         for number, size in self.events:
+            if number == "backward":
+                most["activations"] = max(most["activations"], alive[None])
+                continue
             for kind in (self.kinds.get(number) or kinds.get(self.root(number)), "all"):
                 alive[kind] += size
                 most[kind] = max(most[kind], alive[kind])
