@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness import ROOT, TINY, apart, load, losses_here, rejects, train, world
 
@@ -92,6 +93,27 @@ def check_masters(name, size=2):
 @every_lesson
 def test_bf16_weights_have_fp32_masters(lesson):
     check_masters(lesson.name, lesson.worlds[-1])
+
+
+def optimizers_made(name, flags):
+    """On a rank: the options of every optimizer that a lesson makes."""
+    lesson = load(name)
+    made = []
+
+    def adamw(params, **options):
+        made.append(options)
+        return torch.optim.AdamW(params, **options)
+
+    lesson.OPTIMIZERS = {"adamw": adamw}
+    lesson.train(lesson.parse(flags.split()))
+    return made
+
+
+@every_lesson
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
+    made = world(lesson.worlds[0]).run(optimizers_made, lesson.name, f"{TINY} --lr 0.5 --dtype {dtype}")[0]
+    assert made and all(options == {"lr": 0.5, "fused": True} for options in made)
 
 
 # ---- the ledger ----

@@ -51,7 +51,7 @@ def tiny_run(name):
     optimizer.zero_grad()
     freed = torch.ones(500)
     with ledger.Watch() as watch:
-        (weight * 2).sum().backward()  # two activations of 1000, a gradient of 1000
+        weight.exp().sum().backward()  # which keeps exp's 1000 and the sum, and makes a gradient of 1000
         travelling = torch.zeros(2, 1000)
         travelling[0].copy_(weight.grad)
         received = torch.empty(2, 1000)
@@ -75,6 +75,7 @@ def check_watch(name):
     assert sent["all-to-all", "wire"] == 8000 / 2, "an all-to-all sends (N-1)/N"
     assert sent["all-reduce", "calls"] == 1, "single numbers are not counted"
     assert sent["all-reduce", "wire"] == 4000, "an all-reduce sends twice that"
+    assert held["activations"] == 4000 + 4, "activations are what is alive when a backward begins"
     other = held["all"] - held["parameters"] - held["optimizer"] - held["gradients"]
     assert -4000 - 8000 - 2004 <= other <= 6000, f"{other} other bytes"
 
@@ -182,6 +183,8 @@ MUTANTS = [
     ('self.note(leaf.grad, "gradients")', "pass", check_watch, "gradients"),
     ('self.note(tensor, "optimizer")', "pass", check_watch, "two moments"),
     ("max(most[kind], alive[kind])", "alive[kind]", check_watch, ""),
+    ('self.kinds.setdefault(number, "other")', "pass", check_watch, "activations"),
+    ('max(most["activations"], alive[None])', 'most["activations"]', check_watch, "activations"),
     ('"*" * (is_factor', '"+" * (is_factor', check_formulas, "another value"),
 ]
 
