@@ -16,7 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 ALONE = "compute alone"  # 1/N of the batch through the whole model, and no word to anybody
@@ -141,6 +148,83 @@ class DeepSpeed(Peer):
             return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
 
+class DTensors(Peer):
+    """torch's tensor parallelism, with a loss on split logits; sequence: with norms and sums by tokens."""
+
+    def __init__(self, sequence, lesson, config, device):
+        model = new_model(lesson, config, device)
+        self.mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.sequence = sequence
+        for block in model.blocks:
+            for param in block.qkv.parameters():
+                param.data = self.by_rank(param.data, 3, self.mesh.size())
+        parallelize_module(model, self.mesh, self.plan(model))
+        by_kind = {}
+        for param in model.parameters():
+            by_kind.setdefault(type(param), []).append(param)
+        optimizer_class = lesson.OPTIMIZERS[config.optim]
+        self.optimizers = [optimizer_class(p, lr=config.lr, fused=True) for p in by_kind.values()]
+        super().__init__(lesson, config, model, self.loss, None)
+
+    def plan(self, model):
+        """The same layers as the lesson's: {name: how torch splits it}."""
+        between = Shard(1) if self.sequence else Replicate()
+        plan = {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)}
+        norms = ["norm"]
+        for i, block in enumerate(model.blocks):
+            block.heads //= self.mesh.size()
+            for name in (f"blocks.{i}.qkv", f"blocks.{i}.up"):
+                plan[name] = ColwiseParallel(input_layouts=between)
+            for name in (f"blocks.{i}.proj", f"blocks.{i}.down"):
+                plan[name] = RowwiseParallel(output_layouts=between)
+            norms += [f"blocks.{i}.norm1", f"blocks.{i}.norm2"]
+        if self.sequence:
+            plan |= {name: SequenceParallel(use_local_output=True) for name in norms}
+        return plan
+
+    @staticmethod
+    def by_rank(weight, outer, inner):
+        """Rows of query, key and value side by side for each rank: (3, N, ...) -> (N, 3, ...), or back."""
+        return weight.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2).clone()
+
+    def loss(self, inputs, targets):
+        model = self.model
+        positions = model.positions.weight[: inputs.shape[1]]
+        if self.sequence:
+            positions = positions.chunk(self.mesh.size())[self.mesh.get_local_rank()]
+        x = model.tokens(inputs) + positions
+        for block in model.blocks:
+            x = block(x)
+        x = DTensor.from_local(model.norm(x), self.mesh, [Shard(1) if self.sequence else Replicate()])
+        logits = nn.functional.linear(x.redistribute(placements=[Replicate()]), model.tokens.weight)
+        return self.lesson.mean_loss(logits, targets)
+
+    def step(self, batches):
+        with loss_parallel():
+            for batch in batches:
+                (self.loss(*batch) / len(batches)).backward()
+        if self.sequence:  # each rank has the gradient of its own tokens' positions
+            dist.all_reduce(self.model.positions.weight.grad)
+        self.clip()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
+
+    def clip(self):
+        squares = 0
+        for optimizer in self.optimizers:
+            norm = nn.utils.get_total_norm([p.grad for p in optimizer.param_groups[0]["params"]])
+            squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+        scale = ((self.config.clip or float("inf")) / (squares.sqrt() + 1e-6)).clamp(max=1)
+        for param in self.model.parameters():
+            param.grad.mul_(scale)
+
+    def weights(self):
+        tensors = super().weights()
+        size = self.mesh.size()
+        return {name: self.by_rank(x, size, 3) if ".qkv." in name else x for name, x in tensors.items()}
+
+
 def peers_of(name):
     """{title: build}; build is None where a package is missing."""
     views = {"fifths": True, "gradient_as_bucket_view": True}
@@ -165,4 +249,6 @@ def peers_of(name):
             (", buckets of P/5", True, True),
         ):
             peers[f"DeepSpeed {stage}{title}"] = partial(DeepSpeed, stage, *how) if installed else None
+    if name in ("tensor_parallel", "sequence_parallel"):
+        peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")
     return peers
