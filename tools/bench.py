@@ -46,7 +46,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 LESSONS = ("ddp", "zero1", "zero2", "zero3")
-TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2}  # of weights after 3 steps
+# Of weights after 3 steps of up to 1e-3 each. AdamW turns the rounding noise in a gradient that is truly zero,
+# as a key bias's, into a step.
+TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}
 
 
 # ---- on a rank ----
@@ -376,6 +378,7 @@ def main(bench):
     started = datetime.datetime.now().isoformat(" ", "minutes")
     made = {"date": started, "torch": torch.__version__, "command": shlex.join(sys.argv), "lessons": {}}
     made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs", "flags": bench.flags}
+    made |= {"hosts": bench.hosts, "ranks": bench.ranks, "rate": bench.rate}
     for name in bench.lessons:
         made["lessons"][name] = table_of(name, bench)
         if bench.json:

@@ -8,23 +8,21 @@ computation or its messages, whichever is longer, and nothing else takes time:
 
     T = max(C / 3, W_f / B + M_f H L) + max(2 C / 3, W_b / B + M_b H L)
 
-W: bytes that a rank sends in forward and in backward, M: messages, both as tools/simulate.py counts them in
-the lesson's own code; H: N - 1 hops round the ring (an all-reduce: twice); B: the link's bytes per second; L:
+W: bytes that a rank sends in forward and in backward, M: messages, both as tools/ledger.py --ranks counts
+them in the lesson's own code; H: N - 1 hops round the ring (an all-reduce: twice); B: the link's bytes per second; L:
 the latency of a hop. C is measured, the median "compute alone" of all lessons in the file, where hosts that
 share cores slow each other down. Predictions for more ranks than were measured take the C of the first file,
 and as many sequences per rank, so N times the batch.
 """
 
 import argparse
-import io
 import json
 import statistics
+import subprocess
 import sys
-from contextlib import redirect_stdout
+import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-import simulate
 from bench import ROOT, bytes_per_second
 
 FAR = (8, 64, 512)  # ranks that nobody measured
@@ -32,8 +30,11 @@ FAR = (8, 64, 512)  # ranks that nobody measured
 
 def traffic(lesson, ranks, flags):
     """((bytes, hops) in forward, (bytes, hops) in backward) of a rank in a step."""
-    with redirect_stdout(io.StringIO()):
-        result = simulate.simulate(str(ROOT / f"{lesson}.py"), ranks, 0, flags, "gloo")
+    command = [sys.executable, str(ROOT / "tools" / "ledger.py"), "--ranks", str(ranks)]
+    with tempfile.NamedTemporaryFile() as file:
+        command += ["--json", file.name, str(ROOT / f"{lesson}.py"), *flags]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        result = json.load(file)
     empty = {"wire": 0, "calls": 0}
     reduced, gathered, summed = (
         result["sent"].get(kind, empty) for kind in ("reduce-scatter", "all-gather", "all-reduce")
