@@ -46,8 +46,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 LESSONS = ("ddp", "zero1", "zero2", "zero3")
-# Of weights after 3 steps of up to 1e-3 each. AdamW turns the rounding noise in a gradient that is truly zero,
-# as a key bias's, into a step.
+# Of weights after 3 steps of up to 1e-3 each. AdamW turns the rounding noise in a gradient that is truly zero
+# (a key bias's) into a step.
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}
 
 

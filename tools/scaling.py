@@ -9,10 +9,10 @@ computation or its messages, whichever is longer, and nothing else takes time:
     T = max(C / 3, W_f / B + M_f H L) + max(2 C / 3, W_b / B + M_b H L)
 
 W: bytes that a rank sends in forward and in backward, M: messages, both as tools/ledger.py --ranks counts
-them in the lesson's own code; H: N - 1 hops round the ring (an all-reduce: twice); B: the link's bytes per second; L:
-the latency of a hop. C is measured, the median "compute alone" of all lessons in the file, where hosts that
-share cores slow each other down. Predictions for more ranks than were measured take the C of the first file,
-and as many sequences per rank, so N times the batch.
+them in the lesson's own code; H: N - 1 hops round the ring (an all-reduce: twice); B: the link's bytes per
+second; L: the latency of a hop. C is measured, the median "compute alone" of all lessons in the file, where
+hosts that share cores slow each other down. Predictions for more ranks than were measured take the C of the
+first file, and as many sequences per rank, so N times the batch.
 """
 
 import argparse
