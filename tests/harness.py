@@ -163,7 +163,8 @@ def apart(one, other):
         assert one.keys() == other.keys(), f"other names: {one.keys() ^ other.keys()}"
         other = torch.cat([other[key].flatten().double() for key in one])
         one = torch.cat([one[key].flatten().double() for key in one])
-    return (torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs().max().item()
+    one, other = torch.as_tensor(one, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
+    return (one - other).abs().max().item()
 
 
 def rejects(check, reason, name, old, new, tmp_path):

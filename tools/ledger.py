@@ -173,9 +173,14 @@ class Watch(TorchDispatchMode):
         return most
 
 
-def read_formulas(lesson):
-    """{what is held or sent: formula}."""
-    return dict(re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)", lesson.__doc__, re.M))
+def read_formulas(lesson, config):
+    """{what is held or sent: formula}. A line that says `with --policy full` is for that choice alone."""
+    formulas = {}
+    for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
+        choice = re.search(r"with --(\w+) (\w+)", more)
+        if not choice or getattr(config, choice[1]) == choice[2]:
+            formulas[name] = formula
+    return formulas
 
 
 def evaluate(formula, letters):
@@ -196,7 +201,7 @@ def letters_of(lesson, config, ranks, backend):
     block = sum(param.numel() for param in model.blocks[0].parameters())
     letters = {"P": sum(sizes), "T": max(sizes), "U": block, "E": sum(sizes) - config.layers * block}
     letters |= zip("Lahsv", (getattr(config, name) for name in lesson.SHAPE))
-    letters |= {"N": ranks, "k": config.accum, "b": config.batch / ranks / config.accum}
+    letters |= {"N": ranks, "k": config.accum, "b": config.batch / config.replicas / config.accum}
     width = lesson.DTYPES[config.dtype].itemsize
     letters |= {"w": width, "m": max(width, 4), "c": 4 * (width == 2), "g": int(backend == "gloo")}
     letters["K"] = 2 * letters["m"] * (config.optim == "adamw")
@@ -218,6 +223,7 @@ def run(lesson, config, trace=None):
             watch.__enter__()
         if step == 3 and trace:
             profiler.start()
+        config.replicas = more[2] if more[1:] else getattr(config, "replicas", 1)
         return microbatches(config, text, step, *more)
 
     def end(config, step, loss, grad_norm, started):
@@ -247,7 +253,7 @@ def result_of(lesson, config, watch, history):
     letters = letters_of(lesson, config, ranks, backend)
     result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
-    formulas = read_formulas(lesson)
+    formulas = read_formulas(lesson, config)
     for name, formula in formulas.items():
         row = {"formula": evaluate(formula, letters)}
         if name in HELD:
@@ -326,7 +332,7 @@ def main():
         config = lesson.parse(flags)
         result = result_of(lesson, config, *run(lesson, config, given.trace))
     if given.ranks or dist.get_rank() == 0:
-        show(result, read_formulas(lesson))
+        show(result, read_formulas(lesson, config))
         if given.json:
             Path(given.json).write_text(json.dumps(result))
     dist.destroy_process_group()
