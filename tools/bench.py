@@ -45,7 +45,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-LESSONS = ("ddp", "zero1", "zero2", "zero3")
+WHOLE_BATCH = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "checkpointing", "zero_r")
+LESSONS = ("ddp", "zero1", "zero2", "zero3", *WHOLE_BATCH)  # of the last, all ranks have the same batch
 # Of weights after 3 steps of up to 1e-3 each. AdamW turns the rounding noise in a gradient that is truly zero
 # (a key bias's) into a step.
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}
@@ -122,10 +123,12 @@ class Race:
         self.lesson = load(name)
         self.config = self.lesson.parse(flags)
         with contextlib.redirect_stdout(None):
-            self.device, text = self.lesson.set_up(self.config)
+            self.device, text = self.lesson.set_up(self.config, replicas=1 if name in WHOLE_BATCH else None)
         torch.set_num_threads(1)
-        share = (dist.get_rank(), dist.get_world_size())
+        share = (0, 1) if name in WHOLE_BATCH else (dist.get_rank(), dist.get_world_size())
         self.batches = list(self.lesson.microbatches(self.config, text, 1, self.device, *share))
+        part = self.config.batch // dist.get_world_size() // self.config.accum
+        self.part = [(inputs[:part], targets[:part]) for inputs, targets in self.batches]
         self.alone = ALONE
         self.ours = {f"{name}.py": (name, [])}
         self.ours |= {f"{name}.py {more}": (name, shlex.split(more)) for more in bench.also}
@@ -177,7 +180,7 @@ class Race:
                 finish(self.device)
                 before, started = bytes_sent(), time.perf_counter()
                 for _ in range(self.config.steps):
-                    entries[title].step(self.batches)
+                    entries[title].step(self.part if title == self.alone else self.batches)
                 finish(self.device)
                 numbers = [1e3 * (time.perf_counter() - started), bytes_sent() - before]
                 numbers = torch.tensor(numbers, dtype=torch.double, device=self.device) / self.config.steps

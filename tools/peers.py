@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ALONE = "compute alone"  # 1/N of the batch through the whole model, and no word to anybody
 
@@ -225,6 +227,63 @@ class DTensors(Peer):
         return {name: self.by_rank(x, size, 3) if ".qkv." in name else x for name, x in tensors.items()}
 
 
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+
+
+class Pipelined(Peer):
+    """torch's schedule of the same name on the lesson's stages, with the lesson's ties, clipping and weights."""
+
+    def __init__(self, lesson, config, device):
+        model = new_model(lesson, config, device)
+        layers = lesson.layers_of(model)
+        schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
+        n_stages = 1 + max(action.stage for action in schedule[-1])
+        ends = lesson.split_layers(layers, n_stages)
+        pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule)
+        pipe.device = device
+        stages = [
+            pipelining.PipelineStage(module, int(number), n_stages, device)
+            for number, module in pipe.stages.items()
+        ]
+        make = getattr(pipelining, SCHEDULES[config.schedule])
+        several = config.schedule == "interleaved"
+        self.runner = make(stages if several else stages[0], config.accum, loss_fn=lesson.mean_loss)
+        optimizer = lesson.OPTIMIZERS[config.optim](pipe.parameters(), lr=config.lr, fused=True)
+        super().__init__(lesson, config, model, pipe, optimizer)
+
+    def step(self, batches):
+        inputs, targets = zip(*batches)
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        given = (torch.cat(inputs),) if rank == 0 else ()
+        self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if rank == last else {}))
+        for param, group in self.wrapped.ties.items():
+            dist.all_reduce(param.grad, group=group)
+        self.wrapped.clip_grad_norm_(self.config.clip or float("inf"))
+        self.optimizer.step()
+        self.wrapped.zero_grad()
+
+    def weights(self):
+        self.wrapped.unsplit()
+        return super().weights()
+
+
+def checkpointed(lesson, config, device):
+    """torch.utils.checkpoint around the lesson's blocks, which keeps the same operators' outputs."""
+    peer = plain(lambda model: model, lesson, config, device)
+    options = {}
+    if config.policy == "selective":
+
+        def policy(context, operator, *args, **kwargs):
+            keep = operator.overloadpacket in lesson.EXPENSIVE
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    if config.policy != "none":
+        for block in peer.model.blocks[:: config.every]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    return peer
+
+
 def peers_of(name):
     """{title: build}; build is None where a package is missing."""
     views = {"fifths": True, "gradient_as_bucket_view": True}
@@ -251,4 +310,8 @@ def peers_of(name):
             peers[f"DeepSpeed {stage}{title}"] = partial(DeepSpeed, stage, *how) if installed else None
     if name in ("tensor_parallel", "sequence_parallel"):
         peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")
+    if name == "pipeline":
+        peers["torch pipelining"] = Pipelined
+    if name == "checkpointing":
+        peers["torch.utils.checkpoint"] = checkpointed
     return peers
