@@ -231,7 +231,7 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "S
 
 
 class Pipelined(Peer):
-    """torch's schedule of the same name on the lesson's stages, with the lesson's ties, clipping and weights."""
+    """torch's schedule of the same name on the lesson's stages; the rest is the lesson's."""
 
     def __init__(self, lesson, config, device):
         model = new_model(lesson, config, device)
