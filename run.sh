@@ -9,7 +9,9 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-LESSONS=(ddp zero1 zero2 zero3) # in reading order, after single.py
+# In reading order, after single.py.
+LESSONS=(dp_threads dp_async ddp zero1 zero2 zero3 tensor_parallel sequence_parallel pipeline zero_bubble
+    checkpointing zero_r)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
@@ -62,7 +64,11 @@ run() { # NAME COMMAND ...
 
 run single "$python" tools/ledger.py single.py
 for lesson in "${@%.py}"; do
-    run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py"
+    case $lesson in
+    dp_threads) run "$lesson" "$python" tools/ledger.py dp_threads.py --replicas "$ranks" ;;
+    dp_async) run "$lesson" "$python" tools/ledger.py dp_async.py --workers "$ranks" ;;
+    *) run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py" ;;
+    esac
 done
 say "Every lesson against single.py"
 exec "$python" tools/compare.py runs "${@%.py}"

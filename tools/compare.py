@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2}  # of losses and of weights
-COLUMNS = "{:<18}{:>6}{:>12}{:>13}{:>15}{:>15}{:>15}{:>15}{:>9}  {}"
+COLUMNS = "{:<18}{:>6}{:>12}{:>13}{:>15}{:>15}{:>15}{:>15}{:>15}{:>9}  {}"
 TITLES = (
     "lesson",
     "ranks",
@@ -22,6 +22,7 @@ TITLES = (
     "parameters",
     "gradients",
     "optimizer",
+    "activations",
     "sent in a step",
 )
 
@@ -34,7 +35,7 @@ def megabytes(rows, key):
 
 
 def line(name, result, difference, verdict):
-    held = [[result["held"][part]] if part in result["held"] else [] for part in TITLES[4:7]]
+    held = [[result["held"][part]] if part in result["held"] else [] for part in TITLES[4:8]]
     held = [megabytes(rows, "measured") for rows in held]
     sent = megabytes(result["sent"].values(), "wire")
     ms = f"{statistics.median(result['step_ms']):.1f}"
