@@ -29,6 +29,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -40,18 +41,23 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 # {what the operator's name contains: (collective, passes round the ring)}
 COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
 COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
 HELD = ("parameters", "gradients", "optimizer", "activations")
-COPIES = ("aten::copy_", "aten::_to_copy", "aten::add_", "aten::clone")
+COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
 
 
 def tensors_in(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def owner_of(tensor):
+    """The thread that made its storage. None: the main thread."""
+    return getattr(tensor.untyped_storage(), "owner", None)
 
 
 def noted(function, note):
@@ -65,16 +71,25 @@ def noted(function, note):
 
 
 class Watch(TorchDispatchMode):
-    """While on, follows every storage until it is freed, and counts what collectives are given."""
+    """From start() to stop() follows every storage until it is freed, and counts what is sent.
+
+    A storage is its thread's that made it, the thread "device 0" and all that lessons do not start being one.
+    """
+
+    on = False
 
     def __init__(self):
         super().__init__()
+        self.here = threading.local()
+        self.lock = threading.RLock()
         self.alive = {}  # id of a storage: (its number, bytes, weak reference)
+        self.owners = []  # of each number the thread that made it
         self.events = []  # (number, bytes that it grew by)
         self.kinds = {}  # number: kind
         self.same = []  # of each number another one of the same kind, or itself
         self.sent = Counter()
         self.patches = ExitStack()
+        self.thread_run = threading.Thread.run
 
     def note(self, tensor, kind=None):
         """The number of a tensor's storage."""
@@ -83,6 +98,7 @@ class Watch(TorchDispatchMode):
         if key not in self.alive:
             self.alive[key] = (len(self.same), 0, weakref.ref(storage, lambda _: self.forget(key)))
             self.same.append(len(self.same))
+            self.owners.append(owner_of(tensor))
             kind = kind or (None if tensor.is_floating_point() else "other")
         self.resize(key, storage.nbytes())
         number, _, _ = self.alive[key]
@@ -97,10 +113,17 @@ class Watch(TorchDispatchMode):
             self.alive[key] = (number, size, reference)
 
     def forget(self, key):
-        self.resize(key, 0)
-        del self.alive[key]
+        with self.lock:
+            self.resize(key, 0)
+            del self.alive[key]
 
-    def __enter__(self):
+    def run_thread(self, thread):
+        """In place of Thread.run(): the same, watched."""
+        self.here.name = None if thread.name.startswith("device 0") else thread.name
+        _push_mode(self)
+        self.thread_run(thread)
+
+    def start(self):
         gc.collect()
         self.leaves = []
         for thing in gc.get_objects():
@@ -113,34 +136,49 @@ class Watch(TorchDispatchMode):
                     self.note(tensor, "optimizer")
         for leaf in self.leaves:
             self.note(leaf, "parameters")
-        for number in range(len(self.same)):
-            self.kinds.setdefault(number, "other")
+        self.before = len(self.same)
         for where, name, note in (  # which are no operators
             (torch.UntypedStorage, "resize_", lambda storage, size: self.resize(id(storage), size)),
             (torch.autograd, "backward", lambda *_, **__: self.events.append(("backward", 0))),
             (torch.autograd, "grad", lambda *_, **__: self.events.append(("backward", 0))),
         ):
             self.patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name), note)))
-        return super().__enter__()
+        self.on = True
 
-    def __exit__(self, *error):
+    def stop(self):
+        self.on = False
         self.patches.close()
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function.namespace == "prim":  # a question about a fake tensor
-            return result
+        if function.namespace != "prim":  # a question about a fake tensor
+            with self.lock:
+                self.see(function, tensors_in((args, kwargs)), tensors_in(result), args)
+        return result
+
+    def see(self, function, given, made, args):
+        here = getattr(self.here, "name", None)
+        if here:
+            known = {tensor.untyped_storage() for tensor in given}
+            for storage in {tensor.untyped_storage() for tensor in made} - known:
+                storage.owner = here
+        if not self.on:
+            return
         for leaf in self.leaves:
-            if leaf.grad is not None:
+            if owner_of(leaf) == here and leaf.grad is not None:  # nobody frees it meanwhile
                 self.note(leaf.grad, "gradients")
-        numbers = [self.note(tensor) for tensor in tensors_in((args, kwargs, result))]
+        numbers = [self.note(tensor) for tensor in (*given, *made)]
+        name = function.name().split(".")[0]
         if function.namespace == "c10d":
-            self.count(function.name(), args)
-        if function.namespace == "c10d" or function.name().split(".")[0] in COPIES:
+            self.count(name, args)
+        elif not function.is_view and any(owner_of(tensor) != here for tensor in given):
+            self.add("send" if name in COPIES[1:] else "foreign read", given[-1].nbytes)
+        if function.namespace == "c10d" or name in COPIES:
             for number in numbers:
                 self.same[self.root(number)] = self.root(numbers[0])
-        return result
+
+    def add(self, name, payload, rings=1):
+        self.sent.update({(name, "calls"): 1, (name, "payload"): payload, (name, "wire"): payload * rings})
 
     def count(self, operator, args):
         """Count a collective, unless it is of a single number."""
@@ -149,8 +187,7 @@ class Watch(TorchDispatchMode):
         name, passes = next((COLLECTIVES[key] for key in COLLECTIVES if key in operator), ("", 0))
         if name and max(tensor.numel() for tensor in given) > 1:
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            wire = payload * passes * (group.size() - 1) / group.size() if passes else payload
-            self.sent.update({(name, "calls"): 1, (name, "payload"): payload, (name, "wire"): wire})
+            self.add(name, payload, passes * (group.size() - 1) / group.size() if passes else 1)
 
     def root(self, number):
         while self.same[number] != number:
@@ -165,11 +202,13 @@ class Watch(TorchDispatchMode):
         alive, most = Counter(), Counter()
         for number, size in self.events:
             if number == "backward":
-                most["activations"] = max(most["activations"], alive[None])
+                most["activations"] = max(most["activations"], alive[None, None])
                 continue
-            for kind in (self.kinds.get(number) or kinds.get(self.root(number)), "all"):
-                alive[kind] += size
-                most[kind] = max(most[kind], alive[kind])
+            old = "other" if number < self.before else None
+            for kind in (self.kinds.get(number) or kinds.get(self.root(number), old), "all"):
+                where = (kind, self.owners[number])
+                alive[where] += size
+                most[kind] = max(most[kind], alive[where])
         return most
 
 
@@ -219,8 +258,9 @@ def run(lesson, config, trace=None):
     profiler = torch.profiler.profile(on_trace_ready=keep_trace)
 
     def begin(config, text, step, *more):
-        if step == min(2, config.steps):
-            watch.__enter__()
+        with watch.lock:
+            if step == min(2, config.steps) and not watch.events:
+                watch.start()
         if step == 3 and trace:
             profiler.start()
         config.replicas = more[2] if more[1:] else getattr(config, "replicas", 1)
@@ -228,7 +268,8 @@ def run(lesson, config, trace=None):
 
     def end(config, step, loss, grad_norm, started):
         if step == min(2, config.steps):
-            watch.__exit__(None, None, None)
+            watch.stop()
+            _pop_mode()
         if step == 3 and trace:
             profiler.stop()
         print_step(config, step, loss, grad_norm, started)
@@ -236,7 +277,9 @@ def run(lesson, config, trace=None):
         history["grad_norms"].append(grad_norm.item())
         history["step_ms"].append(1e3 * (time.perf_counter() - started))
 
-    with mock.patch.multiple(lesson, microbatches=begin, print_step=end):
+    watched = mock.patch.object(threading.Thread, "run", lambda thread: watch.run_thread(thread))
+    with mock.patch.multiple(lesson, microbatches=begin, print_step=end), watched:
+        _push_mode(watch)
         lesson.train(config)
     return watch, history
 
@@ -245,6 +288,7 @@ def result_of(lesson, config, watch, history):
     """What --json writes: the most of any rank, with the formulas' values."""
     ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device.type
     everyone = [None] * ranks
+    ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
     dist.all_gather_object(everyone, (watch.held(), watch.sent))
     held, sent = Counter(), Counter()
     for rank_held, rank_sent in everyone:
