@@ -42,7 +42,7 @@ def serve(rank, size, store, pipe):
     """A rank: run what comes through the pipe until None comes."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    sys.path[:0] = [str(ROOT)]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     for function, arguments in iter(pipe.recv, None):
         gc.collect()

@@ -16,13 +16,13 @@ that does the work of a reduce-scatter, over gloo, is listed as one.
 
 With --ranks, one of so many ranks is simulated, without the others or data: shapes and bytes are the code's.
 --trace writes a Chrome trace of each rank's third step. A formula is a line `name  formula` in the docstring:
-P parameters, T in the largest tensor, U in a block, E in no block; L layers, a heads, h width, s context, v
-vocabulary; N ranks, k microbatches of b sequences each; w bytes of a weight, m of a shard (fp32 at least), c
-of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state; f units gathered ahead; g 1 over gloo.
+P parameters, R on the rank with most, T in the largest tensor, U in a block, E in no block; L layers, a
+heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches of b sequences each; w bytes of a
+weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state;
+f units gathered ahead; g 1 over gloo.
 """
 
 import argparse
-import gc
 import importlib.util
 import json
 import math
@@ -31,7 +31,6 @@ import re
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,175 +40,10 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+from watch import Watch
 
-# {what the operator's name contains: (collective, passes round the ring)}
-COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
-COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
 HELD = ("parameters", "gradients", "optimizer", "activations")
-COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
-
-
-def tensors_in(tree):
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def owner_of(tensor):
-    """The thread that made its storage. None: the main thread."""
-    return getattr(tensor.untyped_storage(), "owner", None)
-
-
-def noted(function, note):
-    """The function, which first calls note() with its arguments."""
-
-    def call(*args, **kwargs):
-        note(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-class Watch(TorchDispatchMode):
-    """From start() to stop() follows every storage until it is freed, and counts what is sent.
-
-    A storage is its thread's that made it, the thread "device 0" and all that lessons do not start being one.
-    """
-
-    on = False
-
-    def __init__(self):
-        super().__init__()
-        self.here = threading.local()
-        self.lock = threading.RLock()
-        self.alive = {}  # id of a storage: (its number, bytes, weak reference)
-        self.owners = []  # of each number the thread that made it
-        self.events = []  # (number, bytes that it grew by)
-        self.kinds = {}  # number: kind
-        self.same = []  # of each number another one of the same kind, or itself
-        self.sent = Counter()
-        self.patches = ExitStack()
-        self.thread_run = threading.Thread.run
-
-    def note(self, tensor, kind=None):
-        """The number of a tensor's storage."""
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key not in self.alive:
-            self.alive[key] = (len(self.same), 0, weakref.ref(storage, lambda _: self.forget(key)))
-            self.same.append(len(self.same))
-            self.owners.append(owner_of(tensor))
-            kind = kind or (None if tensor.is_floating_point() else "other")
-        self.resize(key, storage.nbytes())
-        number, _, _ = self.alive[key]
-        if kind:
-            self.kinds.setdefault(number, kind)
-        return number
-
-    def resize(self, key, size):
-        number, before, reference = self.alive.get(key, (None, size, None))
-        if size != before:
-            self.events.append((number, size - before))
-            self.alive[key] = (number, size, reference)
-
-    def forget(self, key):
-        with self.lock:
-            self.resize(key, 0)
-            del self.alive[key]
-
-    def run_thread(self, thread):
-        """In place of Thread.run(): the same, watched."""
-        self.here.name = None if thread.name.startswith("device 0") else thread.name
-        _push_mode(self)
-        self.thread_run(thread)
-
-    def start(self):
-        gc.collect()
-        self.leaves = []
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor):
-                self.note(thing)
-                if thing.is_leaf and thing.requires_grad:
-                    self.leaves.append(thing)
-            elif issubclass(type(thing), torch.optim.Optimizer):
-                for tensor in tensors_in(list(thing.state.values())):
-                    self.note(tensor, "optimizer")
-        for leaf in self.leaves:
-            self.note(leaf, "parameters")
-        self.before = len(self.same)
-        for where, name, note in (  # which are no operators
-            (torch.UntypedStorage, "resize_", lambda storage, size: self.resize(id(storage), size)),
-            (torch.autograd, "backward", lambda *_, **__: self.events.append(("backward", 0))),
-            (torch.autograd, "grad", lambda *_, **__: self.events.append(("backward", 0))),
-        ):
-            self.patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name), note)))
-        self.on = True
-
-    def stop(self):
-        self.on = False
-        self.patches.close()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function.namespace != "prim":  # a question about a fake tensor
-            with self.lock:
-                self.see(function, tensors_in((args, kwargs)), tensors_in(result), args)
-        return result
-
-    def see(self, function, given, made, args):
-        here = getattr(self.here, "name", None)
-        if here:
-            known = {tensor.untyped_storage() for tensor in given}
-            for storage in {tensor.untyped_storage() for tensor in made} - known:
-                storage.owner = here
-        if not self.on:
-            return
-        for leaf in self.leaves:
-            if owner_of(leaf) == here and leaf.grad is not None:  # nobody frees it meanwhile
-                self.note(leaf.grad, "gradients")
-        numbers = [self.note(tensor) for tensor in (*given, *made)]
-        name = function.name().split(".")[0]
-        if function.namespace == "c10d":
-            self.count(name, args)
-        elif not function.is_view and any(owner_of(tensor) != here for tensor in given):
-            self.add("send" if name in COPIES[1:] else "foreign read", given[-1].nbytes)
-        if function.namespace == "c10d" or name in COPIES:
-            for number in numbers:
-                self.same[self.root(number)] = self.root(numbers[0])
-
-    def add(self, name, payload, rings=1):
-        self.sent.update({(name, "calls"): 1, (name, "payload"): payload, (name, "wire"): payload * rings})
-
-    def count(self, operator, args):
-        """Count a collective, unless it is of a single number."""
-        given, other = tensors_in(args[0]), tensors_in(args[1])
-        payload = max(sum(tensor.nbytes for tensor in tensors) for tensors in (given, other))
-        name, passes = next((COLLECTIVES[key] for key in COLLECTIVES if key in operator), ("", 0))
-        if name and max(tensor.numel() for tensor in given) > 1:
-            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            self.add(name, payload, passes * (group.size() - 1) / group.size() if passes else 1)
-
-    def root(self, number):
-        while self.same[number] != number:
-            number = self.same[number]
-        return number
-
-    def held(self):
-        """{kind: the most bytes alive at once}, of "all" too."""
-        kinds = {}
-        for number, kind in self.kinds.items():
-            kinds.setdefault(self.root(number), kind)
-        alive, most = Counter(), Counter()
-        for number, size in self.events:
-            if number == "backward":
-                most["activations"] = max(most["activations"], alive[None, None])
-                continue
-            old = "other" if number < self.before else None
-            for kind in (self.kinds.get(number) or kinds.get(self.root(number), old), "all"):
-                where = (kind, self.owners[number])
-                alive[where] += size
-                most[kind] = max(most[kind], alive[where])
-        return most
 
 
 def read_formulas(lesson, config):
@@ -245,6 +79,7 @@ def letters_of(lesson, config, ranks, backend):
     letters |= {"w": width, "m": max(width, 4), "c": 4 * (width == 2), "g": int(backend == "gloo")}
     letters["K"] = 2 * letters["m"] * (config.optim == "adamw")
     ahead = config.layers if getattr(config, "no_reshard", False) else getattr(config, "prefetch", 0)
+    letters["C"] = 2 if getattr(config, "schedule", "") == "interleaved" and ranks > 1 else 1
     letters["f"] = min(ahead, config.layers - 1)
     return letters
 
@@ -261,6 +96,8 @@ def run(lesson, config, trace=None):
         with watch.lock:
             if step == min(2, config.steps) and not watch.events:
                 watch.start()
+            elif step == 3:  # a thread is ahead of end()
+                watch.stop()
         if step == 3 and trace:
             profiler.start()
         config.replicas = more[2] if more[1:] else getattr(config, "replicas", 1)
@@ -289,12 +126,14 @@ def result_of(lesson, config, watch, history):
     ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device.type
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
-    dist.all_gather_object(everyone, (watch.held(), watch.sent))
-    held, sent = Counter(), Counter()
-    for rank_held, rank_sent in everyone:
+    dist.all_gather_object(everyone, (watch.held(), watch.sent, watch.elements))
+    held, sent, elements = Counter(), Counter(), Counter()
+    for rank_held, rank_sent, rank_elements in everyone:
         held |= rank_held
         sent |= rank_sent
+        elements |= rank_elements
     letters = letters_of(lesson, config, ranks, backend)
+    letters["R"] = elements[lesson.DTYPES[config.dtype]]
     result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
     formulas = read_formulas(lesson, config)

@@ -1,0 +1,186 @@
+"""Follows every storage until it is freed, through every operator of every thread of a process, and counts
+what collectives are given. What tools/ledger.py counts as held and as sent stands in its docstring.
+"""
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._pytree import tree_leaves
+
+# {what the operator's name contains: (collective, passes round the ring)}
+COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
+COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
+TEXT = torch.uint8  # which is everyone's
+COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
+
+
+def tensors_in(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def owner_of(tensor):
+    """The thread that made its storage. None: the main thread."""
+    return getattr(tensor.untyped_storage(), "owner", None)
+
+
+def noted(function, note):
+    """The function, which first calls note() with its arguments."""
+
+    def call(*args, **kwargs):
+        note(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Watch(TorchDispatchMode):
+    """From start() to stop() follows every storage until it is freed, and counts what is sent.
+
+    A storage is its thread's that made it, the thread "device 0" and all that lessons do not start being one.
+    """
+
+    on = False
+
+    def __init__(self):
+        super().__init__()
+        self.here = threading.local()
+        self.lock = threading.RLock()
+        self.alive = {}  # id of a storage: (its number, bytes, weak reference)
+        self.owners = []  # of each number the thread that made it
+        self.events = []  # (number, bytes that it grew by)
+        self.kinds = {}  # number: kind
+        self.same = []  # of each number another one of the same kind, or itself
+        self.sent = Counter()
+        self.elements = Counter()  # of parameters, by dtype
+        self.patches = ExitStack()
+        self.thread_run = threading.Thread.run
+
+    def note(self, tensor, kind=None):
+        """The number of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self.alive:
+            self.alive[key] = (len(self.same), 0, weakref.ref(storage, lambda _: self.forget(key)))
+            self.same.append(len(self.same))
+            self.owners.append(owner_of(tensor))
+            kind = kind or (None if tensor.is_floating_point() else "other")
+        self.resize(key, storage.nbytes())
+        number, _, _ = self.alive[key]
+        if kind:
+            self.kinds.setdefault(number, kind)
+        return number
+
+    def resize(self, key, size):
+        number, before, reference = self.alive.get(key, (None, size, None))
+        if size != before:
+            self.events.append((number, size - before))
+            self.alive[key] = (number, size, reference)
+
+    def forget(self, key):
+        with self.lock:
+            self.resize(key, 0)
+            del self.alive[key]
+
+    def run_thread(self, thread):
+        """In place of Thread.run(): the same, watched."""
+        self.here.name = None if thread.name.startswith("device 0") else thread.name
+        _push_mode(self)
+        self.thread_run(thread)
+
+    def start(self):
+        gc.collect()
+        self.leaves = []
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor):
+                self.note(thing)
+                if thing.is_leaf and thing.requires_grad:
+                    self.leaves.append(thing)
+            elif issubclass(type(thing), torch.optim.Optimizer):
+                for tensor in tensors_in(list(thing.state.values())):
+                    self.note(tensor, "optimizer")
+        for leaf in self.leaves:
+            self.note(leaf, "parameters")
+            self.elements[leaf.dtype] += leaf.numel() * (leaf.untyped_storage().nbytes() > 0)
+        self.before = len(self.same)
+        for where, name, note in (  # which are no operators
+            (torch.UntypedStorage, "resize_", lambda storage, size: self.resize(id(storage), size)),
+            (torch.autograd, "backward", lambda *_, **__: self.events.append(("backward", 0))),
+            (torch.autograd, "grad", lambda *_, **__: self.events.append(("backward", 0))),
+        ):
+            self.patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name), note)))
+        self.on = True
+
+    def stop(self):
+        self.on = False
+        self.patches.close()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace != "prim":  # a question about a fake tensor
+            with self.lock:
+                self.see(function, tensors_in((args, kwargs)), tensors_in(result), args)
+        return result
+
+    def see(self, function, given, made, args):
+        here = getattr(self.here, "name", None)
+        if here:
+            known = {tensor.untyped_storage() for tensor in given}
+            for storage in {tensor.untyped_storage() for tensor in made} - known:
+                storage.owner = here
+        if not self.on:
+            return
+        for leaf in self.leaves:
+            if owner_of(leaf) == here and leaf.grad is not None:  # nobody frees it meanwhile
+                self.note(leaf.grad, "gradients")
+        numbers = [self.note(tensor) for tensor in (*given, *made)]
+        name = function.name().split(".")[0]
+        if function.namespace == "c10d":
+            self.count(name, args)
+        elif not function.is_view and any(
+            owner_of(tensor) != here for tensor in given if tensor.dtype != TEXT
+        ):
+            self.add("send" if name in COPIES[1:] else "foreign read", given[-1].nbytes)
+        if function.namespace == "c10d" or name in COPIES:
+            for number in numbers:
+                self.same[self.root(number)] = self.root(numbers[0])
+
+    def add(self, name, payload, rings=1):
+        self.sent.update({(name, "calls"): 1, (name, "payload"): payload, (name, "wire"): payload * rings})
+
+    def count(self, operator, args):
+        """Count a collective, unless it is of a single number."""
+        given, other = tensors_in(args[0]), tensors_in(args[1])
+        payload = max(sum(tensor.nbytes for tensor in tensors) for tensors in (given, other))
+        name, passes = next((COLLECTIVES[key] for key in COLLECTIVES if key in operator), ("", 0))
+        if name and max(tensor.numel() for tensor in given) > 1:
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            self.add(name, payload, passes * (group.size() - 1) / group.size() if passes else 1)
+
+    def root(self, number):
+        while self.same[number] != number:
+            number = self.same[number]
+        return number
+
+    def held(self):
+        """{kind: the most bytes alive at once}, of "all" too."""
+        kinds = {}
+        for number, kind in self.kinds.items():
+            kinds.setdefault(self.root(number), kind)
+        alive, most = Counter(), Counter()
+        for number, size in self.events:
+            if number == "backward":
+                most["activations"] = max(most["activations"], alive[None, None])
+                continue
+            old = "other" if number < self.before else None
+            for kind in (self.kinds.get(number) or kinds.get(self.root(number), old), "all"):
+                where = (kind, self.owners[number])
+                alive[where] += size
+                most[kind] = max(most[kind], alive[where])
+        return most
