@@ -148,12 +148,19 @@ def losses_here(name, flags):
     return steps
 
 
+def crew(name, size, flags):
+    """(ranks, flags) for a run of this size, which a lesson of one process has as threads."""
+    flag = {"dp_threads": "--replicas", "dp_async": "--workers"}.get(Path(name).stem)
+    return (1, f"{flag} {size} {flags}") if flag else (size, flags)
+
+
 @functools.cache
 def train(name, size, flags, timeout=60):
     """(what --json writes, the saved weights) of a run in a world of this size."""
+    ranks, flags = crew(name, size, flags)
     with tempfile.TemporaryDirectory() as folder:
         save = f"{folder}/weights.pt"
-        result = world(size).run(train_here, name, flags, save, timeout=timeout)[0]
+        result = world(ranks).run(train_here, name, flags, save, timeout=timeout)[0]
         return result, torch.load(save)
 
 

@@ -74,7 +74,7 @@ def letters_of(lesson, config, ranks, backend):
     block = sum(param.numel() for param in model.blocks[0].parameters())
     letters = {"P": sum(sizes), "T": max(sizes), "U": block, "E": sum(sizes) - config.layers * block}
     letters |= zip("Lahsv", (getattr(config, name) for name in lesson.SHAPE))
-    letters |= {"N": ranks, "k": config.accum, "b": config.batch / config.replicas / config.accum}
+    letters |= {"N": ranks, "k": config.accum, "b": config.batch / config.shares / config.accum}
     width = lesson.DTYPES[config.dtype].itemsize
     letters |= {"w": width, "m": max(width, 4), "c": 4 * (width == 2), "g": int(backend == "gloo")}
     letters["K"] = 2 * letters["m"] * (config.optim == "adamw")
@@ -100,7 +100,7 @@ def run(lesson, config, trace=None):
                 watch.stop()
         if step == 3 and trace:
             profiler.start()
-        config.replicas = more[2] if more[1:] else getattr(config, "replicas", 1)
+        config.shares = more[2] if more[1:] else getattr(config, "replicas", 1)
         return microbatches(config, text, step, *more)
 
     def end(config, step, loss, grad_norm, started):

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 # {what the operator's name contains: (collective, passes round the ring)}
 COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
 COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
-TEXT = torch.uint8  # which is everyone's
 COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
 
 
@@ -143,10 +142,10 @@ class Watch(TorchDispatchMode):
         name = function.name().split(".")[0]
         if function.namespace == "c10d":
             self.count(name, args)
-        elif not function.is_view and any(
-            owner_of(tensor) != here for tensor in given if tensor.dtype != TEXT
-        ):
-            self.add("send" if name in COPIES[1:] else "foreign read", given[-1].nbytes)
+        copies = name in COPIES[1:]  # other operators may read the text, whose bytes are everyone's
+        read = [tensor for tensor in given if copies or tensor.is_floating_point()]
+        if not function.is_view and any(owner_of(tensor) != here for tensor in read):
+            self.add("send" if copies else "foreign read", given[-1].nbytes)
         if function.namespace == "c10d" or name in COPIES:
             for number in numbers:
                 self.same[self.root(number)] = self.root(numbers[0])

@@ -1,0 +1,400 @@
+"""Sequence parallelism: as tensor_parallel.py, with the regions between split layers split too, by tokens.
+
+Idea
+    In tensor_parallel.py all ranks compute all norms and residuals, and keep their inputs. Here each has T/N
+    tokens there: what was an all-reduce is a reduce-scatter after a row-parallel layer, and an all-gather
+    before a column-parallel one, which backward repeats (arXiv 2205.05198, section 4.2.2).
+
+Memory (bytes; P parameters; N ranks; microbatches of b sequences)
+    parameters    (w+c)(P/N+(6L+2)h(N-1)/N)             w a weight: fp32 4, bf16 2, fp64 8; c its master
+    gradients     w(P/N+(6L+2)h(N-1)/N)                 norms and row-parallel biases are whole
+    optimizer     K(P/N+(6L+2)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
+    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     m max(w, 4); whole are two numbers of a loss
+
+Communication (backward of an MLP; in forward nothing hides the collectives)
+    compute | down, gelu | up: gradient of x | up: gradients of weight and bias | norm, proj, attention, ...
+    network |            | all-gather of x   | reduce-scatter of its gradient   |
+
+Costs (bytes that a rank of a ring sends in a step of k microbatches)
+    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         an all-to-all and a local sum, which send the same
+    all-gather        kbs((6L+3)wh+2m)(N-1)/N         a third of them gather again
+    all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is whole, once; a loss's maximum
+
+Run
+    torchrun --nproc_per_node=2 sequence_parallel.py
+    torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 32 --vocab 50304 --dtype bf16
+
+Left out
+    What tensor_parallel.py leaves out; outside the split layers only what works token by token will do.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Enter(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward (the paper's g), with the linear layer behind it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        work, shards = start_all_gather(x)
+        work.wait()
+        return F.linear(torch.cat(shards, 1), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # (B, T, F/N)
+        x, weight = ctx.saved_tensors
+        all_gather, shards = start_all_gather(x)
+        reduce_scatter, partials = start_reduce_scatter(grad @ weight)
+        all_gather.wait()
+        grad = grad.flatten(0, -2)
+        grad_weight = grad.T @ torch.cat(shards, 1).flatten(0, -2)
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        reduce_scatter.wait()
+        return partials.sum(0), grad_weight, grad_bias
+
+
+class Leave(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward: x (B, T, D), partial -> (B, T/N, D)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        work, partials = start_reduce_scatter(x)
+        work.wait()
+        return partials.sum(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        work, shards = start_all_gather(grad)
+        work.wait()
+        return torch.cat(shards, 1)
+
+
+def start_all_gather(x):
+    """Start to gather the ranks' tokens. Returns the work and what it fills, a list of N x (B, T/N, D)."""
+    shards = list(x.new_empty(dist.get_world_size(), *x.shape))
+    return dist.all_gather(shards, x.contiguous(), async_op=True), shards
+
+
+def start_reduce_scatter(x):
+    """Start to exchange x (B, T, D). Returns the work and what it fills, (N, B, T/N, D), to be summed."""
+    given = torch.stack(x.chunk(dist.get_world_size(), 1))
+    received = torch.empty_like(given)
+    return dist.all_to_all_single(received, given, async_op=True), received
+
+
+def column_parallel(linear, x):
+    """A linear layer with 1/N of its output features: x (B, T/N, D) -> (B, T, F/N)."""
+    return Enter.apply(x, linear.weight, linear.bias)
+
+
+def row_parallel(linear, x):
+    """A linear layer with 1/N of its input features: x (B, T, F/N) -> (B, T/N, D)."""
+    y = Leave.apply(F.linear(x, linear.weight))
+    return y if linear.bias is None else y + linear.bias  # after the sum, which would have it N times
+
+
+def vocab_parallel(embedding, tokens):
+    """An embedding with 1/N of its rows: tokens (B, T) -> (B, T/N, D)."""
+    own = tokens - dist.get_rank() * len(embedding.weight)
+    inside = (own >= 0) & (own < len(embedding.weight))
+    found = F.embedding(own * inside, embedding.weight) * inside.unsqueeze(-1)
+    return Leave.apply(found)
+
+
+def parallel_cross_entropy(logits, targets):
+    """Losses (B, T/N), fp32 at least, of this rank's logits (B, T, V/N) and targets (B, T)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = logits.logsumexp(-1)  # of this rank's V/N
+    largest = total.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    own = targets - dist.get_rank() * logits.shape[-1]
+    inside = (own >= 0) & (own < logits.shape[-1])
+    of_target = logits.gather(-1, (own * inside).unsqueeze(-1)).squeeze(-1) - largest
+    sums = torch.stack([(total - largest).exp(), of_target * inside], -1)  # (B, T, 2), partial
+    total, of_target = Leave.apply(sums).unbind(-1)
+    return total.log() - of_target
+
+
+PLAN = {  # pattern of names: (forward, dim of the weight that is split, matrices side by side in it)
+    "tokens": (vocab_parallel, 0, 1),
+    "positions": (vocab_parallel, 0, 1),
+    "blocks.*.qkv": (column_parallel, 0, 3),
+    "blocks.*.proj": (row_parallel, 1, 1),
+    "blocks.*.up": (column_parallel, 0, 1),
+    "blocks.*.down": (row_parallel, 1, 1),
+}
+
+
+class SequenceParallel:
+    """As TensorParallel, with (B, T/N, D) between the layers of the plan, which must have all matrices.
+
+    A step: backwards, of the ranks' own shares of one loss; clip_grad_norm_(); optimizer.step().
+    """
+
+    def __init__(self, module, plan):
+        self.module = module
+        self.split = {}  # parameter: (dim, parts)
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, 0)
+        for pattern, (forward, dim, parts) in plan.items():
+            for name, layer in module.named_modules():
+                if fnmatch(name, pattern):
+                    assert type(layer) in (nn.Linear, nn.Embedding), f"{name} is no nn.Linear or nn.Embedding"
+                    layer.forward = partial(forward, layer)
+                    for param in layer.parameters():
+                        if dim < param.dim():  # a row-parallel layer's bias stays whole
+                            self.split[param] = (dim, parts)
+        for param, (dim, parts) in self.split.items():
+            shards = param.detach().unflatten(dim, (parts, dist.get_world_size(), -1))
+            own = shards.select(dim + 1, dist.get_rank())
+            param.data = own.flatten(dim, dim + 1).clone()
+        for name, param in module.named_parameters():
+            assert param.dim() < 2 or param in self.split, f"{name} would see T/N tokens: plan its layer"
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm):
+        """Scale the gradients to a global norm of max_norm at most. Returns the norm before, in fp64."""
+        params = [param for param in self.module.parameters() if param.grad is not None]
+        whole = [param.grad for param in params if param not in self.split]
+        flat_grad = nn.utils.parameters_to_vector(whole)
+        dist.all_reduce(flat_grad)  # each rank's gradients cover its tokens
+        nn.utils.vector_to_parameters(flat_grad, whole)
+        squares = 0
+        for param in params:
+            if param in self.split or dist.get_rank() == 0:  # what all ranks have counts once
+                squares += param.grad.square().sum(dtype=torch.float64)
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        for param in params:
+            param.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        return norm
+
+    def full_state_dict(self):
+        """The plain module's state_dict. All ranks must call it."""
+        state_dict = self.module.state_dict()
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            if param in self.split:
+                dim, parts = self.split[param]
+                shards = param.new_empty(dist.get_world_size(), *param.shape)
+                dist.all_gather(list(shards), param.detach())
+                shards = shards.unflatten(dim + 1, (parts, -1)).movedim(0, dim + 1)
+                state_dict[name] = shards.flatten(dim, dim + 2)
+        return state_dict
+
+
+class MasterWeights:
+    """Steps fp32 copies of bf16 parameters, each with its own optimizer (arXiv 1910.02054, section 3.1)."""
+
+    def __init__(self, params, optimizer_class, **options):
+        self.optimizers = {}
+        for param in params:
+            master = nn.Parameter(param.detach().float())
+            self.optimizers[param] = optimizer_class([master], **options)
+
+    @torch.no_grad()
+    def step(self):
+        for param, optimizer in self.optimizers.items():
+            (master,) = optimizer.param_groups[0]["params"]
+            master.grad = param.grad.float()
+            optimizer.step()
+            param.copy_(master)
+            master.grad = None
+
+
+def train(config):
+    """Train with these flags."""
+    device, text = set_up(config, replicas=1)
+    world_size = dist.get_world_size()
+    if math.gcd(config.heads, config.vocab, config.context) % world_size:
+        refuse(f"--heads, --vocab and --context: must be multiples of the {world_size} ranks")
+    model = ParallelGPT(config).to(device, DTYPES[config.dtype])
+    parallel = SequenceParallel(model, PLAN)
+    for block in model.blocks:
+        block.heads //= world_size
+    optimizer_class = OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        loss = 0
+        for inputs, targets in microbatches(config, text, step, device):
+            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            microloss = parallel_cross_entropy(model(inputs), targets).mean() / world_size / config.accum
+            microloss.backward()
+            loss += microloss.detach()
+        dist.all_reduce(loss)
+        grad_norm = parallel.clip_grad_norm_(config.clip or math.inf)
+        optimizer.step()
+        model.zero_grad()
+        print_step(config, step, loss, grad_norm, started)
+    if config.save:
+        state_dict = parallel.full_state_dict()
+        if dist.get_rank() == 0:
+            torch.save(state_dict, config.save)
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    return flags().parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+class ParallelGPT(GPT):
+    """A GPT whose head, this rank's part of the embedding, gives logits (B, T, V/N) of tokens (B, T)."""
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return Enter.apply(self.norm(x), self.tokens.weight, None)
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()

@@ -1,0 +1,350 @@
+"""What is special to checkpointing.py and zero_r.py."""
+
+import weakref
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.utils.checkpoint as torchs
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from test_all import check_ledger, check_parity
+from tests.harness import TINY, load, rejects, world
+from tests.test_zero import make_late
+
+
+def ways(lesson):
+    if hasattr(lesson, "Partitioned"):
+        return {"partitioned": partial(lesson.checkpoint, store=lesson.Partitioned(torch.device("cpu")))}
+    keeps = {"full": (), "selective": lesson.EXPENSIVE, "random": lesson.EXPENSIVE | {torch.ops.aten.rand}}
+    return {policy: partial(lesson.checkpoint, keep=keep) for policy, keep in keeps.items()}
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x, scale=1.0, mask=None):
+        x = x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.3)
+        x = F.scaled_dot_product_attention(x, x, x) * (torch.rand(x.shape[-1]) + 0.5)
+        x = F.dropout(x, 0.2) * scale
+        return {"x": x if mask is None else x.masked_fill(mask, 0), "note": "text"}
+
+
+def gradients_of(call):
+    """Gradients when layers are called by call(layer, x, ...), and random numbers drawn after that."""
+    torch.manual_seed(1)
+    layers = nn.ModuleList(Dropping() for _ in range(3))
+    start = torch.randn(3, 1, 5, 12, requires_grad=True)
+    x = call(layers[0], start, 2.0, torch.arange(5).view(5, 1) == 2)["x"]
+    x = call(lambda x: call(layers[2], call(layers[1], x)["x"]), x)["x"]  # nested
+    frozen = call(lambda x: x * layers[0].down.bias, torch.ones(12))  # whose input needs no gradient
+    x, other = call(lambda x: (x.sin(), x.cos().tanh()), x + frozen)
+    torch.autograd.grad(x.sum(), start, retain_graph=True)  # asks for some of what was saved
+    x.sum().backward(retain_graph=True)
+    (x * other).sum().backward()
+    return [start.grad, *(param.grad for param in layers.parameters()), torch.rand(4)]
+
+
+def wrong_gradients(name):
+    """On a rank: which ways end in other gradients than no checkpoint at all."""
+    lesson = load(name)
+    wrong = []
+    expected = gradients_of(lambda layer, *args: layer(*args))
+    for way, call in ways(lesson).items():
+        if not all(map(torch.equal, gradients_of(call), expected)):
+            wrong.append(way)
+        with torch.no_grad():
+            assert not call(Dropping(), torch.ones(1, 1, 5, 12))["x"].requires_grad, "a graph in no_grad()"
+        function = partial(lambda x: (x.sin(), x.exp().tanh()))
+        alive = weakref.ref(function)
+        call(function, torch.ones(4, requires_grad=True))[0].sum().backward()
+        del function
+        assert alive() is None, "a checkpoint outlives its graph"
+    return wrong
+
+
+def check_gradients(name, size=3):
+    for wrong in world(size).run(wrong_gradients, name):
+        assert not wrong, f"gradients differ with {wrong}"
+
+
+@pytest.mark.parametrize("name, size", [("checkpointing", 1), ("zero_r", 1), ("zero_r", 3)])
+def test_gradients_and_random_numbers_are_equal_to_the_bit_in_several_backwards(name, size):
+    check_gradients(name, size)
+
+
+def test_every_policy_comes_to_single_pys_numbers():
+    for flags in ("--policy none", "--policy selective", "--policy full --every 2"):
+        check_parity("checkpointing", 1, own_flags=flags)
+    check_parity("zero_r", 3, own_flags="--policy offload")
+
+
+def catching(x, _):
+    try:
+        return x.tanh().sum()
+    except Exception:
+        return x.sin().sum()
+
+
+MISUSE = [  # (function of x and whether it is the second run, what is said)
+    (lambda x, again: ((x[:2] if again else x) @ x).tanh().sum(), "recomputed, a tensor differs"),
+    (lambda x, again: (x.double() if again else x.float()).tanh().sum(), "recomputed, a tensor differs"),
+    (lambda x, again: (x.tanh() if again else x.tanh().sin()).sum(), "saved fewer tensors"),
+    (catching, "nothing"),
+]
+MISUSE_OF_KEPT = [
+    (lambda x, again: ((torch.addmm(x, x, x) if again else x @ x) @ x).sin().sum(), "in place of aten.mm"),
+    (lambda x, _: (x @ x).mul_(2).sin().sum(), "the output of aten.mm.default was changed in place"),
+]  # fmt: skip
+
+
+def misuse(name):
+    """On a rank: [(what is said of a function, what should be said)]."""
+    all_ways = ways(load(name))
+    call = all_ways.get("selective") or all_ways["partitioned"]
+    answers = []
+    for function, expected in MISUSE if "partitioned" in all_ways else MISUSE + MISUSE_OF_KEPT:
+        runs = iter((False, True))
+        y = call(lambda x, f=function, runs=runs: f(x, next(runs)), torch.randn(4, 4, requires_grad=True))
+        try:
+            y.backward()
+            answers.append(("nothing", expected))
+        except Exception as error:
+            answers.append((str(error), expected))
+    return answers
+
+
+def check_misuse(name):
+    for said, expected in world(1).run(misuse, name)[0]:
+        assert expected in said, f"{said!r}, not {expected!r}"
+
+
+def test_a_function_that_changes_is_found_out():
+    check_misuse("checkpointing")
+    check_misuse("zero_r")
+
+
+# ---- memory and work ----
+
+
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "unfused": SDPBackend.MATH}
+
+
+def run_of(name, flags, kernel="flash", checkpoint=None):
+    """On a rank: one step: (bytes of activations, bytes of all at the peak, gradients, FLOPs)."""
+    lesson, ledger = load(name), load("tools/ledger")
+    lesson.checkpoint = checkpoint or lesson.checkpoint
+    made = []
+
+    def sgd(params, **options):
+        made.append(torch.optim.SGD(params, **options))
+        return made[0]
+
+    lesson.OPTIMIZERS = {"sgd": sgd}
+    lesson.GPT.zero_grad = lambda model: None
+    config = lesson.parse(f"{TINY} --steps 1 --batch 6 --optim sgd --clip 0 {flags}".split())
+    with sdpa_kernel(KERNELS[kernel]), FlopCounterMode(display=False) as counter:
+        watch, _ = ledger.run(lesson, config)
+    held = watch.held()
+    gradients = [param.grad for param in made[0].param_groups[0]["params"]]
+    return held["activations"], held["all"], gradients, counter.get_total_flops()
+
+
+def torchs_own(function, *args, keep):
+    """torch's checkpoint(), called as the lesson's."""
+    more = {}
+    if keep:
+        operators = [getattr(packet, name) for packet in keep for name in packet.overloads()]
+        more["context_fn"] = partial(torchs.create_selective_checkpoint_contexts, operators)
+    return torchs.checkpoint(function, *args, use_reentrant=False, **more)
+
+
+def check_beside_torch(name):
+    for policy in ("full", "selective"):
+        ours = world(1).run(run_of, name, f"--policy {policy}")[0]
+        theirs = world(1).run(run_of, name, f"--policy {policy}", "flash", torchs_own)[0]
+        assert all(map(torch.equal, ours[2], theirs[2])), f"{policy}: not torch's gradients"
+        assert ours[1] <= theirs[1], f"{policy}: {ours[1]} bytes at the peak, torch's {theirs[1]}"
+        assert ours[3] == theirs[3], f"{policy}: {ours[3]} FLOPs, torch's {theirs[3]}"
+
+
+def test_gradients_and_flops_are_torchs_and_no_more_bytes():
+    check_beside_torch("checkpointing")
+
+
+def check_kept(name):
+    """Numbers kept and FLOPs of 3 blocks and the loss, from what each block keeps and recomputes."""
+    tokens, width, heads, context, vocab = 6 * 16, 36, 12, 16, 256
+    u = tokens * width
+    after = 2 * u + 2 * tokens + vocab * tokens
+    flash = 16 * u + 4 * tokens + heads * tokens
+    unfused = 16 * u + 4 * tokens + heads * tokens * context
+    products = 2 * tokens * 8 * width**2  # all but a block's last
+    scores = 2 * 2 * tokens * context * width
+    plain = {kernel: world(1).run(run_of, name, "--policy none", kernel)[0][3] for kernel in KERNELS}
+    for kernel, flags, kept, recomputed in (
+        ("flash", "--policy none", 3 * flash, 0),
+        ("flash", "--policy full", 3 * u, 3 * products),
+        ("flash", "--policy full --every 2", 2 * u + flash, 2 * products),
+        ("flash", "--policy selective", 30 * u + 3 * heads * tokens, 0),
+        ("unfused", "--policy none", 3 * unfused, 0),
+        ("unfused", "--policy selective", 27 * u, 3 * scores),
+    ):
+        activations, _, _, flops = world(1).run(run_of, name, flags, kernel)[0]
+        more = activations - 4 * (kept + after)
+        assert 0 <= more <= 16, f"{kernel} {flags}: {more:+} bytes from what should be kept"
+        more = flops - plain[kernel] - recomputed
+        assert more == 0, f"{kernel} {flags}: {more:+} FLOPs from what should be recomputed"
+
+
+def test_each_policy_keeps_and_recomputes_what_the_papers_say():
+    check_kept("checkpointing")
+    for policy in ("none", "selective"):  # and so does the docstring
+        check_ledger("checkpointing", 1, f"--policy {policy} --accum 3")
+
+
+# ---- checkpoints that are elsewhere ----
+
+
+def events_of(name, offload):
+    """On a rank: what is fetched, waited for and computed in a backward."""
+    lesson = load(name)
+    store = lesson.Partitioned(torch.device("cpu"), offload)
+    fetch = store.fetch
+    events = []
+    shards = []
+
+    def square(x, number):
+        events.append(f"forward {number}")
+        return x.square()
+
+    def noted_fetch(shard, *more):
+        number = next(i for i in range(3) if shards[i] is shard)
+        events.append(f"fetch {number}")
+        x, work = fetch(shard, *more)
+        return x, mock.Mock(wait=lambda: (events.append(f"wait {number}"), work.wait()))
+
+    store.fetch = noted_fetch
+    x = torch.ones(7, requires_grad=True)
+    for number in range(3):
+        x = lesson.checkpoint(square, x, number, store=store)
+        shards.append(store.last().stored[0])
+        assert shards[-1].untyped_storage().nbytes() == 4 * -(-7 // dist.get_world_size()), "not 1/N"
+    x.sum().backward()
+    assert store.last() is None, "a checkpoint outlives its backward"
+    return ", ".join(events[3:])
+
+
+def check_events(name):
+    for offload in (False, True):
+        for events in world(3).run(events_of, name, offload):
+            assert events == (
+                "fetch 2, wait 2, fetch 1, forward 2, wait 1, fetch 0, forward 1, wait 0, forward 0"
+            ), f"another order: {events}"
+
+
+def test_checkpoints_are_split_and_come_back_one_ahead():
+    check_events("zero_r")
+
+
+def gradients_in_pairs(name):
+    """On a rank: whether a gradient is right in pairs of ranks, when all-gathers come at the last moment."""
+    lesson = load(name)
+    make_late(lesson)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = dist.get_rank() // 2
+    call = partial(lesson.checkpoint, store=lesson.Partitioned(torch.device("cpu"), group=groups[pair]))
+    with pytest.raises(AssertionError, match="a checkpoint must be contiguous"):
+        call(torch.sin, torch.ones(3, 5).t())
+    x = torch.full((3, 5), pair + 1.0, requires_grad=True)
+    call(torch.sin, call(torch.sin, x)).sum().backward()
+    return torch.equal(x.grad, x.sin().cos() * x.cos())
+
+
+def check_pairs(name):
+    assert all(world(4).run(gradients_in_pairs, name)), "another gradient"
+
+
+def test_groups_share_checkpoints_and_every_all_gather_is_waited_for():
+    check_pairs("zero_r")
+
+
+def stream_calls(name):
+    """On a rank: what the streams of a GPU (here another device) are asked to do."""
+    lesson = load(name)
+    lesson.all_gather = mock.Mock()
+    store = lesson.Partitioned(torch.device("meta"), offload=True)
+    streams = mock.Mock(beside=mock.MagicMock())
+    store.stream = streams.side
+    with (
+        mock.patch.object(torch.cuda, "stream", streams.beside),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: "computation"),
+        mock.patch.object(torch.Tensor, "record_stream", streams.record),
+        mock.patch.object(torch.Tensor, "copy_", streams.copy),
+    ):
+        stored = store.put(torch.ones(4, device="meta"))
+        assert stored[0].device.type == "cpu", "not on the host"
+        assert store.fetch(*stored)[0].device.type == "meta", "not brought back"
+    return [name.split(".")[-1] for name, _, _ in streams.mock_calls]
+
+
+def check_streams(name):
+    beside = ["wait_stream", "beside", "__enter__"]
+    expected = [*beside, "copy", "__exit__", "record", *beside, "__exit__"]
+    calls = world(1).run(stream_calls, name)[0]
+    assert calls == expected, f"other calls: {calls}"
+
+
+def test_a_gpu_copies_beside_the_computation_after_what_it_copies_was_computed():
+    check_streams("zero_r")
+
+
+# ---- mutants ----
+
+MUTANTS = {
+    "checkpointing": [
+        ("_states(self.random_states)", "_states()", check_gradients, "gradients differ"),
+        ("        swap_random_states(before)\n", "", check_gradients, "gradients differ"),
+        ("        swap_random_states(after)\n", "", check_gradients, "gradients differ"),
+        ("suppress(Enough), torch.enable_grad()", "suppress(Enough)", check_gradients, "fewer tensors"),
+        ("self.recomputed = {}\n        before", "before", check_gradients, "saved fewer tensors"),
+        ("Enough(BaseException)", "Enough(Exception)", check_misuse, "not 'nothing'"),
+        ("(tensor.shape, tensor.dtype) == ", "True or ", check_misuse, "a tensor differs"),
+        ("assert operator is recorded", "assert True", check_misuse, "in place of"),
+        ("._version == version", "._version", check_misuse, "changed in place"),
+        ("ADInplaceOrView, False", "ADInplaceOrView, True", check_misuse, "changed in place"),
+        ("    del this.outputs[this.outputs_needed :]\n", "", check_kept, "bytes from"),
+        ("            raise Enough", "            pass", check_beside_torch, "FLOPs"),
+        ("tensor.detach()  #", "tensor  #", check_gradients, "outlives its graph"),
+        ("self.recomputed.pop(number)", "self.recomputed[number]", check_beside_torch, "bytes at the peak"),
+        ("{aten.mm, aten.addmm", "{aten.mm, aten.bmm, aten.addmm", check_kept, "unfused"),
+        ("model.blocks[:: config.every]", "model.blocks", check_kept, "every 2"),
+    ],
+    "zero_r": [
+        ("self.fetched or self.store", "self.store", check_events, "another order"),
+        ("            self.before.fetch()", "            pass", check_events, "another order"),
+        ("store.last = weakref.ref(self)", "store.last = lambda: self", check_events, "outlives"),
+        ("torch.empty_like(own, **self.where)", "own", check_events, "not 1/N"),
+        ("        work.wait()\n", "", check_pairs, "another gradient"),
+        ('{"device": "cpu", ', '{"device": device, ', check_streams, "not on the host"),
+        ("dist.get_rank(self.group)]", "0]", check_gradients, "gradients differ"),
+        (".requires_grad_(requires_grad)", ".requires_grad_()", check_gradients, "gradients differ"),
+        ("self.stream.wait_stream(", "str(", check_streams, "other calls"),
+        ("own.record_stream(self.stream)", "pass", check_streams, "other calls"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name, mutant", [(name, mutant) for name in MUTANTS for mutant in MUTANTS[name]])
+def test_a_mutant_is_rejected(name, mutant, tmp_path):
+    old, new, check, reason = mutant
+    rejects(check, reason, name, old, new, tmp_path)

@@ -1,0 +1,375 @@
+"""ZeRO-R: as checkpointing.py, with the checkpoints partitioned over the ranks, on the GPU or on the host.
+
+Idea
+    Backward needs what forward computed, in a transformer block 16bsh numbers. A checkpoint keeps the block's
+    input, drops the rest, and runs the block's forward again in backward (arXiv 1604.06174).
+    Tensor-parallel ranks have equal inputs: each keeps 1/N, on the GPU (P_a) or on the host (P_a+cpu). While
+    block 4 recomputes, they all-gather the input of block 3 (ZeRO, arXiv 1910.02054, section 6.1).
+
+Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
+    parameters     (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
+    gradients      wP
+    optimizer      KP        K the moments: AdamW 8, in fp64 16; SGD 0
+    activations    wbs(h(L/N+2)+2)+mbsv    when backward begins; m max(w, 4); wbshL/N can be on the host
+    In backward 17wbsh more: 15 of a block, its input, the next one's. No buffer grows with the model (C_B).
+
+Communication
+    Ranks train on the same batch, as the ranks of a tensor-parallel group do.
+    compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
+    network |           |           |      | gather 4 | gather 3    |            | gather 2    | ...
+
+Costs (bytes that a rank of a ring sends in a step of k microbatches)
+    all-gather     kwbshL(N-1)/N
+    A second forward, but for each block's last matrix product. offload: kwbshL/N to the host and back.
+
+Run
+    torchrun --nproc_per_node=2 zero_r.py
+    torchrun --nproc_per_node=8 zero_r.py --size gpt2 --dtype bf16 --policy offload
+
+Left out
+    Selective recomputation, nested checkpoints, autocast that ends before backward, defragmentation (M_D).
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+import weakref
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+
+
+def checkpoint(function, *args, store):
+    """function(*args), which drops what it computed for backward and runs again there (arXiv 1604.06174).
+
+    Its arguments and parameters must not change between the two runs. Random numbers are the same in both.
+    store: a Partitioned, which has the first argument till backward (arXiv 1910.02054, section 6.1).
+    """
+    this = Checkpoint(function, args, store)
+    return this.run(this.pack, args)
+
+
+class Checkpoint:
+    """A call of checkpoint(): what forward keeps, and the way back to what it dropped.
+
+    Autograd gives pack() each tensor that it would save for backward, and saves a number in its place. When
+    backward asks unpack() for one, the function runs again and saves the same tensors in the same order.
+    """
+
+    def __init__(self, function, args, store):
+        self.function = function
+        x, *self.args = args
+        self.store = store
+        self.stored = store.put(x)
+        self.fetched = None  # (x, work to wait for), while x is on its way back
+        self.before = store.last() if store.last else None  # the checkpoint that backward needs next
+        store.last = weakref.ref(self)
+        self.random_states = swap_random_states()
+        self.dropped = []  # (shape, dtype) by number
+        self.recomputed = {}  # tensor by number, until backward has asked for it
+
+    def run(self, pack, args):
+        """Call the function. pack() is given what autograd would save for backward."""
+        with saved_tensors_hooks(pack, self.unpack):
+            return self.function(*args)
+
+    def pack(self, tensor):
+        self.dropped.append((tensor.shape, tensor.dtype))
+        return len(self.dropped) - 1
+
+    def unpack(self, number):
+        if number not in self.recomputed:
+            self.recompute()
+        return self.recomputed.pop(number)
+
+    def fetch(self):
+        """Start to bring x back, if it is not on its way."""
+        self.fetched = self.fetched or self.store.fetch(*self.stored)
+        return self.fetched
+
+    def recompute(self):
+        """Run the function as in forward, until it has computed what backward needs."""
+        x, work = self.fetch()
+        self.fetched = None
+        work.wait()
+        if self.before:
+            self.before.fetch()
+        self.recomputed = {}
+        before = swap_random_states(self.random_states)
+        with suppress(Enough), torch.enable_grad():
+            self.run(self.collect, (x, *self.args))
+        swap_random_states(before)
+        assert len(self.recomputed) == len(self.dropped), "recomputed, a function saved fewer tensors"
+
+    def collect(self, tensor):
+        number = len(self.recomputed)
+        assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed, a tensor differs"
+        self.recomputed[number] = tensor.detach()  # else its graph would keep this checkpoint alive
+        if len(self.recomputed) == len(self.dropped):
+            raise Enough
+
+
+class Enough(BaseException):
+    """Ends a function that has computed what backward needs. No `except Exception` in it stops this."""
+
+
+class Partitioned:
+    """Each rank of `group` keeps 1/N of a tensor that all have (P_a), with `offload` on the host (P_a+cpu).
+
+    On a GPU, copies and all-gathers run beside the computation, on streams of their own.
+    """
+
+    def __init__(self, device, offload=False, group=None):
+        self.device = device
+        self.where = {"device": "cpu", "pin_memory": device.type == "cuda"} if offload else {}
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.last = None  # a weak reference to the checkpoint of the last call
+
+    def put(self, x):
+        """Start to keep this rank's shard of x, which must be contiguous. Returns what fetch() needs."""
+        assert x.is_contiguous(), "a checkpoint must be contiguous"
+        flat = F.pad(x.detach().flatten(), (0, -x.numel() % self.world_size))
+        own = flat.chunk(self.world_size)[dist.get_rank(self.group)]
+        shard = torch.empty_like(own, **self.where)
+        with self.beside():
+            shard.copy_(own, non_blocking=True)
+        if self.stream:
+            own.record_stream(self.stream)  # its memory must not be reused before it has been copied
+        return shard, x.shape, x.requires_grad
+
+    def fetch(self, shard, shape, requires_grad):
+        """Start to all-gather x. Returns it, and work to wait for."""
+        flat = torch.empty(self.world_size * len(shard), dtype=shard.dtype, device=self.device)
+        with self.beside():
+            own = shard.to(self.device, non_blocking=True)
+            work = all_gather(flat, own, group=self.group, async_op=True)
+        return flat[: shape.numel()].view(shape).requires_grad_(requires_grad), work
+
+    def beside(self):
+        """A context in which a GPU works beside the computation, after what was computed before."""
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)  # None changes nothing
+
+
+def swap_random_states(states=()):
+    """Set the states of the random generators, the CPU's and the GPUs'. Returns those of before."""
+    generators = [torch.default_generator, *torch.cuda.default_generators]
+    before = [generator.get_state() for generator in generators]
+    for generator, state in zip(generators, states):
+        generator.set_state(state)
+    return before
+
+
+class MasterWeights:
+    """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
+
+    def __init__(self, params, optimizer_class, **options):
+        self.optimizers = {}
+        for param in params:
+            master = nn.Parameter(param.detach().float())
+            self.optimizers[param] = optimizer_class([master], **options)
+
+    @torch.no_grad()
+    def step(self):
+        for param, optimizer in self.optimizers.items():
+            (master,) = optimizer.param_groups[0]["params"]
+            master.grad = param.grad.float()
+            optimizer.step()
+            param.copy_(master)
+            master.grad = None
+
+
+@torch.no_grad()
+def clip_grad_norm_(params, max_norm):
+    """torch.nn.utils.clip_grad_norm_, but exact: that sums squares in the gradients' own dtype."""
+    grads = [param.grad for param in params]
+    norm = sum(grad.square().sum(dtype=torch.float64) for grad in grads).sqrt()
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+def train(config):
+    """Train with these flags."""
+    device, text = set_up(config, f" | policy {config.policy}", replicas=1)
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    store = Partitioned(device, offload=config.policy == "offload")
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, store=store)
+    optimizer_class = OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
+    else:
+        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        loss = 0
+        for inputs, targets in microbatches(config, text, step, device):
+            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            microloss = mean_loss(model(inputs), targets) / config.accum
+            microloss.backward()
+            loss += microloss.detach()
+        grad_norm = clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        optimizer.step()
+        model.zero_grad()
+        print_step(config, step, loss, grad_norm, started)
+    if config.save and dist.get_rank() == 0:
+        torch.save(model.state_dict(), config.save)
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--policy", default="partitioned", choices=["partitioned", "offload"])
+    return parser.parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()
