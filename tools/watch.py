@@ -45,7 +45,7 @@ class Watch(TorchDispatchMode):
     A storage is its thread's that made it, the thread "device 0" and all that lessons do not start being one.
     """
 
-    on = False
+    on = None  # before start(); False after stop()
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function.namespace != "prim":  # a question about a fake tensor
+        if self.on is not False and function.namespace != "prim":  # a question about a fake tensor
             with self.lock:
                 self.see(function, tensors_in((args, kwargs)), tensors_in(result), args)
         return result
