@@ -1,0 +1,350 @@
+"""What is special to pipeline.py and zero_bubble.py."""
+
+import copy
+import itertools
+import re
+import weakref
+from collections import Counter, deque
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from test_all import check_ledger, check_masters, check_parity
+from tests.harness import apart, load, rejects, world
+from tests.test_zero import Late
+
+SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}
+EVERY = [(name, schedule) for name, schedules in SCHEDULES.items() for schedule in schedules]
+
+
+# ---- schedules, without a process ----
+
+
+def play(lesson, schedule):
+    """[what each rank does in each unit of time], if each action takes one."""
+    last = max(action.stage for action in schedule[-1])
+    rows = [[] for _ in schedule]
+    todo = [deque(actions) for actions in schedule]
+    done = set()
+    while any(todo):
+        begun = []
+        for row, actions in zip(rows, todo):
+            needs = []
+            if actions:
+                op, stage, k = actions[0]
+                needs = {"F": [("F", stage - 1, k)], "B": [("F", stage, k), ("B", stage + 1, k)]}.get(op)
+                needs = needs or [("B", stage, k)]
+            ready = all(need in done or not 0 <= need[1] <= last for need in needs)
+            row.append(actions.popleft() if actions and ready else None)
+            begun.append(row[-1])
+        assert any(begun), "no rank can go on"
+        done.update(filter(None, begun))
+    return rows
+
+
+def in_flight(actions):
+    """The most forwards whose backward, W if there is one, has not been."""
+    end = "W" if any(action.op == "W" for action in actions) else "B"
+    return max(itertools.accumulate((action.op == "F") - (action.op == end) for action in actions))
+
+
+def check_schedules(name):
+    lesson = load(name)
+    stem = Path(name).stem
+    for schedule_name, p, rounds in itertools.product(SCHEDULES[stem], range(1, 6), range(1, 4)):
+        m = p * rounds
+        chunks = 2 if schedule_name == "interleaved" and p > 1 else 1
+        schedule = lesson.build_schedule(schedule_name, p, m)
+        ops = "FBW" if schedule_name.startswith("zb") else "FB"
+        wanted = Counter(itertools.product(ops, range(p * chunks), range(m)))
+        assert Counter(map(tuple, itertools.chain(*schedule))) == wanted, "not every action once"
+        play(lesson, schedule)
+        for i, actions in enumerate(schedule):
+            most = {"naive": 1, "gpipe": m, "1f1b": min(m, p - i)}
+            most |= {"interleaved": min(chunks * m, (chunks + 1) * p - 2 * i - 1), "zb-h1": min(m, p)}
+            most["zb-h2"] = min(m, 2 * p - 1)
+            assert {action.stage % p for action in actions} == {i}, "another rank's stage"
+            found = in_flight(actions)
+            assert found == most[schedule_name], f"{schedule_name}: {found} in flight"
+            for op, step in (("F", 1), ("B", -1)):  # messages come in the order in which they are needed
+                sent = [a[1:] for a in actions if a.op == op and 0 <= a.stage + step < p * chunks]
+                needed = [a for a in schedule[(i + step) % p] if a.op == op]
+                needed = [(a.stage - step, a.microbatch) for a in needed if 0 <= a.stage - step < p * chunks]
+                assert sent == needed, "messages come in another order than they are needed"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_complete_and_hold_what_they_promise(name):
+    check_schedules(name)
+
+
+PUBLISHED = [  # arXiv 2401.10241, table 5
+    (24, 18.522, 18.086, 9.337, 0.601, "0.2431", "0.1585", "0.1083"),
+    (32, 18.513, 18.086, 9.331, 0.626, "0.1985", "0.1242", "0.0837"),
+    (64, 18.546, 18.097, 9.321, 0.762, "0.1240", "0.0674", "0.0444"),
+]
+
+
+def check_bubbles(name):
+    """Rates are the published ones to every digit, and the closed forms."""
+    lesson = load(name)
+    for m, t_f, t_b, t_w, t_comm, *rates in PUBLISHED:
+        for schedule_name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates):
+            if schedule_name in SCHEDULES[Path(name).stem]:
+                schedule = lesson.build_schedule(schedule_name, 8, m)
+                found = f"{lesson.bubble_rate(schedule, t_f, t_b, t_w, t_comm):.4f}"
+                assert found == rate, f"{schedule_name}: not the published rate, but {found}"
+    for schedule_name, p, rounds, t_w in itertools.product(
+        SCHEDULES[Path(name).stem], (2, 4), (2, 3), (0.5, 1)
+    ):
+        t_f, t_b, m = 1, 1, rounds * p
+        ideal = m * (t_f + t_b + t_w)
+        idle = {"naive": (p - 1) * ideal, "interleaved": (p - 1) * (t_f + t_b + t_w) / 2}
+        idle |= {"zb-h1": (p - 1) * (t_f + t_b - t_w), "zb-h2": (p - 1) * (t_f + t_b - 2 * t_w)}
+        expected = idle.get(schedule_name, (p - 1) * (t_f + t_b + t_w))
+        rate = lesson.bubble_rate(lesson.build_schedule(schedule_name, p, m), t_f, t_b, t_w)
+        assert abs(rate - expected / (ideal + expected)) < 1e-9, f"{schedule_name}: not the closed form"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubble_rates_are_the_published_ones_and_the_closed_forms(name):
+    check_bubbles(name)
+
+
+@pytest.mark.parametrize("name, schedule", [("pipeline", "1f1b"), ("zero_bubble", "zb-h1")])
+def test_the_docstrings_diagram_is_the_schedule(name, schedule):
+    lesson = load(name)
+    drawn = re.findall(r"rank (\d) \| (.*)", lesson.__doc__)
+    for rank, row in enumerate(play(lesson, lesson.build_schedule(schedule, 4, 6))):
+        line = "".join(f"{action.op}{action.microbatch} " if action else ".  " for action in row)
+        assert drawn[rank][1].rstrip(". ") == line.rstrip(". ")
+
+
+def test_stages_have_about_equal_shares():
+    lesson = load("pipeline")
+    sizes = (5, 1, 1, 1, 1, 1, 5)
+    layers = [nn.Linear(size, 1, bias=False) for size in sizes]
+    for n_stages, ends in ((1, [7]), (2, [3, 7]), (3, [1, 6, 7]), (5, [1, 2, 5, 6, 7]), (7, [*range(1, 8)])):
+        assert lesson.split_layers(layers, n_stages) == ends
+    with pytest.raises(ValueError, match="7 layers are too few for 8 stages"):
+        lesson.split_layers(layers, 8)
+
+
+# ---- the same numbers by every schedule ----
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name, schedule", EVERY)
+def test_every_schedule_comes_to_single_pys_numbers_and_sends_what_it_says(name, schedule, size):
+    check_parity(name, size, "--accum 6 --layers 5", f"--schedule {schedule}")
+    check_ledger(name, size, f"--accum 6 --layers 5 --schedule {schedule}")
+
+
+def check_zb(name):
+    check_parity(name, 3, "--accum 6 --layers 5", "--schedule zb-h2")
+
+
+class Twice(nn.Module):
+    """A layer with a module that other layers have, too (as Llama's have their rotary embedding)."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+        self.linear = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.frozen(self.linear(x))) * self.shared(x)
+
+
+def train_layers(name, schedule_name, ends, frozen):
+    """On a rank: how far a Pipeline of any layers ends from the plain loop."""
+    torch.manual_seed(0)
+    shared = nn.BatchNorm1d(6, affine=False)
+    tied = nn.Linear(6, 6)
+    layers = nn.ModuleList(
+        [tied, Twice(shared), Twice(shared), nn.Linear(6, 6), Twice(shared), tied]
+    ).double()
+    for param in itertools.chain(*(layer.parameters() for layer in layers[1:frozen])):
+        param.requires_grad_(False)
+    if frozen:
+        tied.requires_grad_(False)
+    shared.eval()
+    plain = copy.deepcopy(layers)
+    with torch.no_grad():
+        for tensor in layers.state_dict().values():
+            tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
+    lesson = load(name)
+    make_late(lesson)
+    schedule = lesson.build_schedule(schedule_name, dist.get_world_size(), 4)
+    pipe = lesson.Pipeline(list(layers), ends, F.mse_loss, schedule)
+    emptied = sum(p.untyped_storage().nbytes() == 0 for p in layers.parameters())
+    optimizers = [torch.optim.SGD(list(each.parameters()), lr=0.1, momentum=0.9) for each in (pipe, plain)]
+    for _ in range(3):
+        inputs, targets = torch.randn(2, 4, 3, 6, dtype=torch.float64)
+        loss = 0
+        for x, target in zip(inputs, targets):
+            for layer in plain:
+                x = layer(x)
+            microloss = F.mse_loss(x, target) / 4
+            microloss.backward()
+            loss += microloss.item()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert abs(pipe.step(inputs, targets).item() - loss) < 1e-12, "losses differ"
+        assert abs(pipe.clip_grad_norm_(0.1) - norm) < 1e-12, "gradient norms differ"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pipe.unsplit()
+    return apart(layers.state_dict(), plain.state_dict()), emptied
+
+
+def make_late(lesson):
+    """Let what is received be there when it has been waited for, and not before."""
+
+    def irecv(buffer, *arguments):
+        received = torch.empty_like(buffer)
+        buffer.fill_(torch.nan)
+        return Late(dist.irecv(received, *arguments), buffer, received)
+
+    lesson.dist = mock.Mock(wraps=dist)
+    lesson.dist.irecv = irecv
+
+
+CASES = [("1f1b", [2, 6], 0), ("interleaved", [1, 2, 4, 6], 0), ("zb-h2", [2, 6], 0)]
+CASES += [("1f1b", [3, 6], 3)]  # all of the first stage is frozen
+
+
+def check_layers(name):
+    for schedule, ends, frozen in CASES:
+        if schedule in SCHEDULES[Path(name).stem]:
+            for distance, emptied in world(2).run(train_layers, name, schedule, ends, frozen):
+                assert distance < 1e-9, "weights differ"
+                assert emptied, "a rank holds what others need"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_layers_train_from_rank_0s_weights_tied_shared_or_frozen(name):
+    check_layers(name)
+
+
+def against_torch(name, schedule_name, peer, chunks):
+    """On a rank: how far the gradients are from those of torch.distributed.pipelining."""
+    from torch.distributed import pipelining
+
+    lesson = load(name)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.GELU()).double() for _ in range(4)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inputs, targets = torch.randn(2, 4, 3, 6, dtype=torch.float64)
+    n_stages = size * chunks
+    ends = lesson.split_layers(layers, n_stages)
+    theirs = [nn.Sequential(*copy.deepcopy(layers)[a:b]) for a, b in zip([0, *ends], ends)]
+    stages = [pipelining.PipelineStage(theirs[s], s, n_stages, "cpu") for s in range(rank, n_stages, size)]
+    runner = getattr(pipelining, f"Schedule{peer}")(
+        stages if chunks > 1 else stages[0], 4, loss_fn=F.mse_loss
+    )
+    runner.step(*([inputs.flatten(0, 1)] if rank == 0 else []), target=targets.flatten(0, 1))
+    pipe = lesson.Pipeline(layers, ends, F.mse_loss, lesson.build_schedule(schedule_name, size, 4))
+    pipe.step(inputs, targets)
+    pairs = [zip(pipe.stages[s].parameters(), theirs[int(s)].parameters()) for s in pipe.stages]
+    return max(apart(own.grad, other.grad) for own, other in itertools.chain(*pairs))
+
+
+PEERS = [("gpipe", "GPipe", 1), ("1f1b", "1F1B", 1), ("interleaved", "Interleaved1F1B", 2)]
+
+
+@pytest.mark.parametrize("schedule, peer, chunks", PEERS)
+def test_gradients_are_those_of_torchs_pipelining(schedule, peer, chunks):
+    assert max(world(2).run(against_torch, "pipeline", schedule, peer, chunks)) < 1e-12
+
+
+# ---- memory by lifetime, and messages ----
+
+
+def held_and_sent(name, schedule_name, m=8):
+    """On a rank: microbatches whose activations were held; most receives posted and messages kept at once."""
+    torch.manual_seed(0)
+    watching = load("tools/watch")
+    lesson = load(name)
+    lesson.dist = mock.Mock(wraps=dist)
+    size = dist.get_world_size()
+    layers = [nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 4)) for _ in range(2 * size)]
+    schedule = lesson.build_schedule(schedule_name, size, m)
+    n_stages = 1 + max(action.stage for action in schedule[-1])
+    pipe = lesson.Pipeline(layers, lesson.split_layers(layers, n_stages), F.mse_loss, schedule)
+    pipe.step(*torch.randn(2, m, 8, 4))
+    assert not pipe.alive, "inputs are kept after the step"
+    outputs = []
+
+    def note_output(module, args, output):
+        kept = sum(each() is not None for each in outputs)
+        assert kept == 0 or pipe.rank == size - 1, "outputs are kept for backward"
+        outputs.append(weakref.ref(output))
+
+    next(iter(pipe.stages.values())).register_forward_hook(note_output)
+    posted, left = [], []
+    for tell, log in ((lesson.dist.irecv, posted), (lesson.dist.isend, left)):
+        tell.side_effect = lambda *_, log=log: log.append((len(pipe.posted), len(pipe.sent))) or mock.DEFAULT
+    with watching.Watch() as watch:
+        pipe.step(*torch.randn(2, m, 8, 4))
+    unit = 2 * 512 * 8 * 4 * 2 * size / n_stages  # of a stage: what GELU is given and returns
+    ahead = max((1 + now for now, _ in posted), default=0), max((1 + now for _, now in left), default=0)
+    return watch.held()["activations"] / unit, *ahead
+
+
+def check_held(name):
+    """What a rank holds is its microbatches in flight; messages are posted ahead, and not without end."""
+    size, m = 3, 9
+    for schedule in SCHEDULES[Path(name).stem]:
+        answers = world(size).run(held_and_sent, name, schedule, m)
+        for rank, (held, posted, left) in enumerate(answers):
+            expected = in_flight(load(name).build_schedule(schedule, size, m)[rank])
+            assert expected * 0.9 < held < expected * 1.1 + 0.7, f"{schedule}: {held:.1f} held on rank {rank}"
+            assert posted == 5, f"{posted} receives posted at once, not 5"
+            assert left == 5, f"{left} messages kept at once, not 5"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rank_holds_its_microbatches_in_flight_and_posts_receives_ahead(name):
+    check_held(name)
+
+
+# ---- mutants ----
+
+
+MUTANTS = [
+    ("pipeline", ": n_stages - 1 - rank}", ": n_stages - rank}", check_schedules, "1f1b: 2 in flight"),
+    ("pipeline", "(pair[1] // n_stages, pair[0])", "pair[0]", check_schedules, "no rank can go on"),
+    ("pipeline", "k] = now + t_comm", "k] = now", check_bubbles, "not the published rate"),
+    ("zero_bubble", "now - began)", "now)", check_bubbles, "zb-h2: not the closed form"),
+    ("pipeline", " / len(self.targets)", "", check_parity, "losses differ"),
+    ("pipeline", "        dist.all_reduce(self.loss)\n", "", check_parity, "losses differ"),
+    ("pipeline", "dist.all_reduce(param.grad, group=group)", "pass", check_parity, "losses differ"),
+    ("pipeline", " and self.rank == min(ranks)", "", check_parity, "losses differ"),
+    ("pipeline", "dist.all_reduce(squares)", "pass", check_parity, "losses differ"),
+    ("pipeline", "dist.broadcast(tensor.detach(), min(ranks))", "pass", check_parity, "weights diff"),
+    ("pipeline", "dist.broadcast(tensor.detach(), 0)", "pass", check_layers, "differ"),
+    ("pipeline", "storage().resize_(0)", "storage()", check_layers, "others need"),
+    ("pipeline", "        work.wait()\n        return buf", "        return buf", check_layers, "differ"),
+    ("pipeline", "= get_gradient_edge(y) if", "= y if", check_held, "outputs are kept"),
+    ("pipeline", "self.alive.pop((stage, k))", "self.alive[stage, k]", check_held, "inputs are kept"),
+    ("pipeline", "self.ahead = AHEAD", "pass", check_held, "1 receives posted"),
+    ("pipeline", "self.sent.popleft().wait()", "pass", check_held, "messages kept"),
+    ("pipeline", "param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
+    ("zero_bubble", "times * rank)", "times * rank + 1)", check_schedules, "in flight"),
+    ("zero_bubble", "times = 2", "times = 3", check_bubbles, "not the published rate"),
+    ("zero_bubble", "rows.sum(0) if ctx.needs_input_grad[3] else None", "None", check_zb, "losses differ"),
+    ("zero_bubble", "t_b if split else t_b + t_w", "t_b", check_bubbles, "1f1b: not the published rate"),
+    ("zero_bubble", ".addmm_(rows.t(), x)", ".copy_(rows.t() @ x)", check_zb, "losses differ"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, old, new, check, reason", MUTANTS)
+def test_a_mutant_is_rejected(name, old, new, check, reason, tmp_path):
+    rejects(check, reason, name, old, new, tmp_path)

@@ -1,0 +1,502 @@
+"""Zero bubble: as pipeline.py, with backward in two halves, one of which fills the idle time.
+
+Idea
+    Backward computes two things: B, the gradient of a stage's input, which the stage before waits for, and
+    W, the gradients of its weights, which nobody waits for. 1F1B does both at once. Here W comes later, when
+    a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). ZB-H1 holds as much as 1F1B's rank 0 on
+    each rank; ZB-H2 begins with twice as many forwards, and has no idle time if F, B and W take equally long.
+
+Memory (bytes; R parameters on the rank with most, about P/N)
+    parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wR
+    optimizer     KR        K the moments: AdamW 8, in fp64 16; SGD 0
+    Activations of the microbatches in flight, from forward to W: min(k, N-i) in 1f1b, min(k, N) in zb-h1,
+    min(k, 2N-1) in zb-h2. From B to W, what linear layers were given, and the gradients of their outputs.
+
+Communication (zb-h1, 4 ranks, 6 microbatches, times of F, B and W alike)
+    rank 0 | F0 F1 F2 F3 .  .  .  B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
+    rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
+    rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
+    rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
+
+Costs (bytes that a rank sends in a step of k microbatches of b sequences)
+    send          min(2,N-1)kwbsh              F: its output, to the next stage; B: its input's gradient, back
+    all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
+    Idle, if F, B, W are their times: (N-1)(F+B+W) in 1f1b, (N-1)(F+B-W) in zb-h1, (N-1)(F+B-2W) in zb-h2.
+
+Run
+    torchrun --nproc_per_node=2 zero_bubble.py --accum 8
+    torchrun --nproc_per_node=8 zero_bubble.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
+
+Left out
+    Schedules found by search, ZB-V, the optimizer's step that does not wait for the norm (section 4), and W
+    of other layers than linear ones: their weights' gradients, and biases', come with B.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections import defaultdict, deque, namedtuple
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+Action = namedtuple("Action", "op stage microbatch")
+AHEAD = 4  # receives posted before they are needed, and sends that have not been waited for
+NEXT = {"F": 1, "B": -1, "W": math.inf}  # the stages that results go to, of W to none
+
+
+def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
+    """The Actions of each of n_stages ranks, in order. name: 1f1b, zb-h1 or zb-h2."""
+    assert n_chunks == 1, "these schedules have one stage for each rank"
+    schedule = []
+    for rank in range(n_stages):
+        forwards = [Action("F", rank, k) for k in range(n_microbatches)]
+        backwards = [Action("B", rank, k) for k in range(n_microbatches)]
+        times = 2 if name == "zb-h2" else 1
+        actions = one_forward_one_backward(forwards, backwards, times * (n_stages - 1 - rank))
+        if name != "1f1b":
+            actions = with_weights(actions, times * rank)
+        schedule.append(actions)
+    return schedule
+
+
+def with_weights(actions, delay):
+    """These actions, and a W for each B, as soon as more than `delay` B have none."""
+    more = []
+    waiting = deque()
+    for action in actions:
+        more.append(action)
+        if action.op == "B":
+            waiting.append(action._replace(op="W"))
+        if len(waiting) > delay:
+            more.append(waiting.popleft())
+    return [*more, *waiting]
+
+
+def one_forward_one_backward(forwards, backwards, warmup):
+    """These actions in order: `warmup` forwards, then a forward and a backward in turn, then backwards."""
+    actions = []
+    for forward in forwards[:warmup]:
+        actions.append(forward)
+    for forward, backward in zip(forwards[warmup:], backwards):  # steady
+        actions += [forward, backward]
+    for backward in backwards[len(forwards[warmup:]) :]:  # cooldown
+        actions.append(backward)
+    return actions
+
+
+def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
+    """The idle part of the longest time from a rank's first action to its last (arXiv 2401.10241, 5.3).
+
+    t_f, t_b, t_w, t_comm: of a stage's forward, gradients of inputs and of weights, and of a message.
+    """
+    split = any(action.op == "W" for action in schedule[0])
+    duration = {"F": t_f, "B": t_b if split else t_b + t_w, "W": t_w}
+    arrival = defaultdict(float)  # {action: when what it needs is there}, until nothing changes any more
+    before = None
+    while arrival != before:
+        before = arrival.copy()
+        longest = 0
+        for actions in schedule:
+            began = now = arrival[actions[0]]
+            for op, stage, k in actions:
+                now = max(now, arrival[op, stage, k]) + duration[op]
+                arrival[op, stage + NEXT[op], k] = now + t_comm
+            longest = max(longest, now - began)
+    return 1 - sum(duration[action.op] for action in schedule[0]) / longest
+
+
+def split_layers(layers, n_stages):
+    """Where each stage ends: after the layer nearest to its equal share of the parameters."""
+    if n_stages > len(layers):
+        raise ValueError(f"{len(layers)} layers are too few for {n_stages} stages")
+    sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
+    total = torch.tensor(sizes).cumsum(0)
+    ends = [0]
+    for stage in range(1, n_stages + 1):
+        nearest = 1 + (total - total[-1] * stage / n_stages).abs().argmin().item()
+        most = len(layers) - n_stages + stage  # leaves a layer for each later stage
+        ends.append(min(max(nearest, ends[-1] + 1), most))
+    return ends[1:]
+
+
+class DeferredLinear(torch.autograd.Function):
+    """F.linear with a backward of B alone, which appends to `later` what W needs."""
+
+    @staticmethod
+    def forward(ctx, later, x, weight, bias=None):
+        ctx.later = later
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        ctx.later.append((ctx.weight, rows, x.flatten(0, -2)))
+        return None, grad @ ctx.weight, None, rows.sum(0) if ctx.needs_input_grad[3] else None
+
+
+class SplitBackward(TorchFunctionMode):
+    """Defers W of the linear layers that are called within it (section 2): the other weights cost little."""
+
+    def __init__(self):
+        super().__init__()
+        self.later = []  # (weight, gradient of the output, input)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and args[1].is_leaf and args[1].requires_grad:
+            return DeferredLinear.apply(self.later, *args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+class Pipeline(nn.Module):
+    """Runs a schedule over layers that are split over all ranks.
+
+    layers: modules, each called with what the one before returned. ends: where stages end, as from
+    split_layers(). Stages but the last return one tensor, all of one shape. loss_function(output, target): a
+    mean. All ranks start with rank 0's weights; tied parameters have a copy on each rank that needs them.
+    A step: step(); clip_grad_norm_(); optimizer.step(), of pipe.parameters(), which are this rank's.
+    """
+
+    def __init__(self, layers, ends, loss_function, schedule):
+        super().__init__()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.loss_function = loss_function
+        self.actions = schedule[self.rank]
+        self.last_stage = len(ends) - 1
+        self.stages = nn.ModuleDict()
+        self.ranks_of = {}  # {parameter or buffer: the ranks that need it}
+        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
+            rank = stage % self.world_size
+            module = nn.Sequential(*layers[start:end])
+            if rank == self.rank:
+                self.stages[str(stage)] = module
+            for tensor in (*module.parameters(), *module.buffers()):
+                self.ranks_of.setdefault(tensor, set()).add(rank)
+        self.ties = {}  # {parameter: the group that adds up its gradients}
+        for tensor, ranks in self.ranks_of.items():
+            dist.broadcast(tensor.detach(), 0)
+            if len(ranks) > 1:
+                self.ties[tensor] = dist.new_group(sorted(ranks))  # all ranks must call it
+            if self.rank not in ranks:
+                tensor.untyped_storage().resize_(0)
+        # On NCCL a group's messages between two ranks queue up: receives posted ahead would hold up sends. So
+        # each direction has a group, or two, as both of a rank's neighbors may be the same one.
+        self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
+        self.like = [None]  # a meta tensor like all messages
+        self.ahead = 0  # in the first step, in which NCCL connects: receives would wait for each other
+
+    def step(self, inputs, targets):
+        """Add up the gradients of a batch, lists of microbatches. Returns its mean loss, on every rank."""
+        self.inputs = inputs
+        self.targets = targets
+        self.device = inputs[0].device
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.alive = {}  # {(stage, microbatch): (input, where its backward begins, what its W needs)}
+        self.to_post = deque(a for a in self.actions if 0 <= a.stage - NEXT[a.op] <= self.last_stage)
+        self.posted = deque()  # (work, buffer)
+        self.sent = deque()
+        if self.rank > 0 and self.like[0] is None:
+            dist.broadcast_object_list(self.like, 0, device=self.device)
+        run = {"F": self._forward, "B": self._backward, "W": self._weights}
+        for op, stage, k in self.actions:
+            run[op](stage, k)
+        for work in self.sent:
+            work.wait()
+        for param, group in self.ties.items():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, group=group)
+        dist.all_reduce(self.loss)
+        self.ahead = AHEAD
+        return self.loss
+
+    def _forward(self, stage, k):
+        x = self.inputs[k] if stage == 0 else self._receive().requires_grad_()
+        with SplitBackward() as split:
+            y = self.stages[str(stage)](x)
+        if stage == self.last_stage:
+            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            root = self.loss_function(y, self.targets[k]) / len(self.targets)
+            self.loss += root.detach()
+        else:
+            # The graph's edge, not y, which is freed once it has been sent. None if all so far is frozen.
+            root = get_gradient_edge(y) if y.requires_grad else None
+            if self.like[0] is None:  # rank 0's first output tells all ranks the shape
+                self.like[0] = y.detach().to("meta")
+                dist.broadcast_object_list(self.like, 0, device=self.device)
+            self._send("F", stage + 1, y.detach())
+        self.alive[stage, k] = (x, root, split.later)
+
+    def _backward(self, stage, k):
+        x, root, later = self.alive.pop((stage, k))
+        gradient = None if stage == self.last_stage else self._receive()
+        if root is not None:
+            torch.autograd.backward(root, gradient)
+        self.alive[stage, k] = later
+        if ("W", stage, k) not in self.actions:
+            self._weights(stage, k)
+        if stage > 0:
+            self._send("B", stage - 1, x.grad)
+
+    @torch.no_grad()
+    def _weights(self, stage, k):
+        later = self.alive.pop((stage, k))
+        while later:
+            weight, rows, x = later.pop()
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad.addmm_(rows.t(), x)
+
+    def _receive(self):
+        """Wait for the message that comes next, and let those after it come meanwhile."""
+        while self.to_post and len(self.posted) <= self.ahead:
+            op, stage, _ = self.to_post.popleft()
+            buffer = torch.empty_like(self.like[0], device=self.device)
+            sender = (stage - NEXT[op]) % self.world_size
+            self.posted.append((dist.irecv(buffer, sender, self.groups[op][stage % 2]), buffer))
+        work, buffer = self.posted.popleft()
+        work.wait()
+        return buffer
+
+    def _send(self, op, stage, tensor):
+        """Start to send what an action of another stage needs."""
+        receiver = stage % self.world_size
+        self.sent.append(dist.isend(tensor.contiguous(), receiver, self.groups[op][stage % 2]))
+        if len(self.sent) > AHEAD:
+            self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm):
+        """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for param, ranks in self.ranks_of.items():
+            if param.grad is not None and self.rank == min(ranks):  # a tied one counts once
+                squares += param.grad.square().sum(dtype=torch.float64)
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    def unsplit(self):
+        """Give all ranks all layers."""
+        for tensor, ranks in self.ranks_of.items():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            dist.broadcast(tensor.detach(), min(ranks))
+
+
+class Embed(nn.Module):  # the first layer: tokens (B, T) -> (B, T, D)
+    def __init__(self, gpt):
+        super().__init__()
+        self.tokens = gpt.tokens
+        self.positions = gpt.positions
+
+    def forward(self, tokens):
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+
+class MasterWeights:
+    """An optimizer that steps fp32 copies of bf16 parameters (ZeRO, arXiv 1910.02054, 3.1), one by one."""
+
+    def __init__(self, params, optimizer_class, **options):
+        self.optimizers = {}
+        for param in params:
+            master = nn.Parameter(param.detach().float())
+            self.optimizers[param] = optimizer_class([master], **options)
+
+    @torch.no_grad()
+    def step(self):
+        for param, optimizer in self.optimizers.items():
+            (master,) = optimizer.param_groups[0]["params"]
+            master.grad = param.grad.float()
+            optimizer.step()
+            param.copy_(master)
+            master.grad = None
+
+
+def train(config):
+    """Train with these flags."""
+    device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
+    head.weight = model.tokens.weight
+    layers = [Embed(model), *model.blocks, model.norm, head]
+    try:
+        schedule = build_schedule(config.schedule, dist.get_world_size(), config.accum)
+        ends = split_layers(layers, 1 + max(action.stage for action in schedule[-1]))
+    except ValueError as error:
+        refuse(f"--schedule {config.schedule} --layers {config.layers}: {error}")
+    pipe = Pipeline(layers, ends, mean_loss, schedule)
+    optimizer_class = OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        optimizer = MasterWeights(pipe.parameters(), optimizer_class, lr=config.lr, fused=True)
+    else:
+        optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        inputs, targets = zip(*microbatches(config, text, step, device))
+        loss = pipe.step(inputs, targets)
+        grad_norm = pipe.clip_grad_norm_(config.clip or math.inf)
+        optimizer.step()
+        pipe.zero_grad()
+        print_step(config, step, loss, grad_norm, started)
+    if config.save:
+        pipe.unsplit()
+        if dist.get_rank() == 0:
+            torch.save(model.state_dict(), config.save)
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--schedule", default="zb-h1", choices=("1f1b", "zb-h1", "zb-h2"))
+    parser.set_defaults(accum=4)
+    return parser.parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()
