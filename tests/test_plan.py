@@ -204,24 +204,6 @@ def test_rows_are_of_the_legal_meshes_and_their_fullest_stages(shape, how, gpus)
     check_stages("plan", f"{shape} {how} --gpus {gpus}")
 
 
-def check_order(name, flags="--params 7.5b", gpus=64, more=3):
-    """More ranks hold no more each, and a later stage of ZeRO no more than an earlier one."""
-    plan = load(name)
-    few, many = (plan.replicas(job_of(plan, f"{flags} --gpus {n}")) for n in (gpus, gpus + more))
-    sums = [[row["bytes"]["sum"] for row in rows] for rows in (few, many)]
-    assert all(later <= earlier for later, earlier in zip(sums[1], sums[0])), "more ranks hold more"
-    assert all(row == sorted(row, reverse=True) for row in sums), "a later stage holds more"
-
-
-MODELS = st.one_of(st.integers(1, 10**13).map("--params {}".format), st.tuples(SHAPES, HOW).map(" ".join))
-
-
-@often
-@hypothesis.given(flags=MODELS, gpus=st.integers(1, 5000), more=st.integers(0, 5000))
-def test_more_ranks_or_a_later_stage_never_need_more_memory(flags, gpus, more):
-    check_order("plan", flags, gpus, more)
-
-
 ADVICE = {
     "--params 7.5b --gpus 64 --gpu-gb 120": "Take DP: 120 GB fit",
     "--params 7.5b --gpus 64 --gpu-gb 119": "Take ZeRO-2: 16.6 GB fit where DP needs 120 GB",
@@ -251,7 +233,7 @@ def check_lessons(name):
     for precision, w, c, K in ("fp32", 4, 0, 8), ("mixed", 2, 4, 8):
         letters = {"P": P, "N": N, "k": k, "w": w, "m": 4, "c": c, "K": K} | dict.fromkeys("TUEfg", 0)
         for stage, lesson in enumerate(("ddp", "zero1", "zero2", "zero3")):
-            formulas = ledger.read_formulas(load(lesson))
+            formulas = ledger.read_formulas(load(lesson), None)
             values = {key: ledger.evaluate(text, letters) for key, text in formulas.items()}
             states = plan.states(stage, P, N, precision)
             # In bf16 fp32 copies are parameters in the lessons, and an optimizer's in ZeRO's paper.
@@ -307,7 +289,7 @@ def test_the_readme_shows_what_plan_prints():
 MUTANTS = [
     ("(2, 2, 12)", "(2, 2, 8)", check_figure_1, "not Figure 1"),
     (" * (ranks - 1) // ranks", "", check_wire, "other bytes of a ZeRO stage"),
-    ("gradients\", \"parameters\")[:stage]", "gradients\")[stage:]", check_order, "a later stage holds more"),
+    ("gradients\", \"parameters\")[:stage]", "gradients\")[stage:]", check_figure_1, "not Figure 1"),
     ("+ 7 * hidden) // tensor + 6 * hidden", "+ 9 * hidden) // tensor + 4 * hidden", check_counts, "split"),
     ("(first or last)", "first", check_counts, "stages lack parameters"),
     ("(shape.layers + stage) // pipeline", "shape.layers // pipeline", check_counts, "stages lack"),

@@ -290,8 +290,8 @@ def test_backward_computes_while_collectives_run(name):
 
 def of_a_layer(name, what, **letters):
     """By how much a line of the docstring grows with a layer."""
-    ledger = load("tools/ledger")
-    formula = ledger.read_formulas(load(name))[what]
+    ledger, lesson = load("tools/ledger"), load(name)
+    formula = ledger.read_formulas(lesson, lesson.parse([]))[what]
     return ledger.evaluate(formula, letters | {"L": 2}) - ledger.evaluate(formula, letters | {"L": 1})
 
 
@@ -305,8 +305,8 @@ def test_a_layer_keeps_and_sends_what_the_papers_say(name, ranks):
     letters = {"b": 4, "s": 1024, "h": 4096, "v": 51200, "a": 0, "w": 2, "m": 0, "k": 3, "N": ranks}
     kept = 10 + 24 / ranks - 2 if name == "tensor_parallel" else (34 - 2) / ranks
     bsh = 4 * 1024 * 4096
-    assert of_a_layer(name, "activations", **letters) == bsh * kept
     half = 3 * 2 * bsh * (ranks - 1) / ranks
+    assert of_a_layer(name, "activations", **letters) == bsh * kept
     sent = {"tensor_parallel": {"all-reduce": 8}, "sequence_parallel": {"reduce-scatter": 4, "all-gather": 6}}
     for what, times in sent[name].items():
         assert of_a_layer(name, what, **letters) == half * times
