@@ -249,14 +249,14 @@ def lose(name, mode, doomed):
 
 def check_losing(name):
     for mode in ("asp", "ssp"):
-        done, updates, said = world(1).run(lose, name, mode, (1,), timeout=20)[0]
+        done, updates, said = world(1).run(lose, name, mode, (1,), timeout=8)[0]
         assert done == list(product(range(1, 9), range(3))) and updates == 24, (
             f"{mode}: tasks of a failed worker are not done"
         )
         assert said.startswith("worker 1 failed: ValueError"), f"{mode}: says {said!r}"
-    error, done, _ = world(1).run(lose, name, "bsp", (1,), timeout=20)[0]
+    error, done, _ = world(1).run(lose, name, "bsp", (1,), timeout=8)[0]
     assert error == "worker 1 is out of order" and done <= 5, "bsp does not end with the error"
-    error, _, said = world(1).run(lose, name, "asp", (0, 1, 2), timeout=20)[0]
+    error, _, said = world(1).run(lose, name, "asp", (0, 1, 2), timeout=8)[0]
     assert "out of order" in error and said.count("failed") == 3, "no worker is left, and no error raised"
 
 
@@ -269,7 +269,7 @@ def break_server(name):
 
 
 def check_broken(name):
-    world(1).run(break_server, name, timeout=10)
+    world(1).run(break_server, name, timeout=8)
 
 
 def naps(name):
@@ -311,7 +311,7 @@ def test_each_promise_is_kept(name, check):
 THREADS_MUTANTS = [
     ("leaf = leaf.to(device, copy=True)", "pass", check_bytes, "another thread is read"),
     ("[None, *devices[1:]]", "devices", check_ledger, "parameters: +"),
-    ("{name: new[member] for name, member in members}", "dict(members)", check_odd, ""),
+    ("{name: new[member] for name, member in members}", "dict(members)", check_odd, "gradients differ"),
     ('("_parameters", "_buffers", "_modules")', '("_parameters", "_modules")', check_odd, "buffer"),
     ("total.add_(gradient)", "pass", check_parity, "losses differ"),
     ("wait(futures)", "pass", check_failing, "while replicas run"),
@@ -326,11 +326,9 @@ ASYNC_MUTANTS = [
     ('"asp": math.inf', '"asp": 5', check_straggler, "asp waits"),
     ("ages[self.version - version]", "ages[self.version - version + 1]", check_straggler, "stale pushes"),
     ("return self.version", "return 0", check_straggler, "stale pushes"),
-    ("self.tasks.appendleft(self.doing.pop(worker))", "self.doing.pop(worker)", check_losing, ""),
-    ("del self.clocks[worker]", "pass", check_losing, ""),
-    ('if self.mode == "bsp" or not self.clocks:', "if not self.clocks:", check_losing, ""),
-    ('if self.mode == "bsp" or not self.clocks:', 'if self.mode == "bsp":', check_losing, ""),
-    ("self.stop(error)  # or", "pass  # or", check_broken, ""),
+    ("self.tasks.appendleft(self.doing.pop(worker))", "self.doing.pop(worker)", check_losing, "come back"),
+    ('if self.mode == "bsp" or not self.clocks:', "if not self.clocks:", check_losing, "bsp does not end"),
+    ("self.stop(error)  # or", "pass  # or", check_broken, "did not come back"),
     ("own.copy_(param)", "pass", check_parity, "losses differ"),
     ("        replica.zero_grad()", "        pass", check_parity, "losses differ"),
     ("clamp(max=1) / self.pushes_per_update", "clamp(max=1)", check_parity, "losses differ"),
