@@ -50,6 +50,9 @@ def serve(rank, size, store, pipe):
         try:
             with redirect_stdout(io.StringIO()):
                 answer = function(*arguments)
+            for group in list(dist.distributed_c10d._world.pg_map):
+                if group is not dist.group.WORLD:  # gloo's threads of each would go on polling
+                    dist.destroy_process_group(group)
             pipe.send((None, answer))
         except AssertionError as error:
             pipe.send((AssertionError, str(error) or traceback.format_exc()))
