@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import ROOT, TINY, apart, crew, load, losses_here, rejects, train, world
+from tests.harness import ROOT, TINY, apart, crew, load, rejects, train, world
 
 
 @dataclass
@@ -71,11 +71,16 @@ def check_parity(name, size=2, flags="--accum 3", own_flags=""):
     assert apart(own, weights) < 1e-9, "weights differ"
 
 
-@pytest.mark.parametrize("optim", ["adamw", "sgd"])
-@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("flags", ["--accum 1 --optim sgd", "--accum 3 --optim adamw"])
 @every_world
-def test_losses_norms_and_weights_are_single_pys(lesson, size, accum, optim):
-    check_parity(lesson.name, size, f"--accum {accum} --optim {optim} {lesson.flags}")
+def test_losses_norms_and_weights_are_single_pys(lesson, size, flags):
+    check_parity(lesson.name, size, f"{flags} {lesson.flags}")
+
+
+@pytest.mark.parametrize("flags", ["--accum 1 --optim adamw", "--accum 3 --optim sgd"])
+@every_lesson
+def test_so_they_are_with_the_other_optimizer(lesson, flags):
+    check_parity(lesson.name, lesson.worlds[-1], f"{flags} {lesson.flags}")
 
 
 @every_parallel_lesson
@@ -85,12 +90,10 @@ def test_nothing_is_clipped_with_clip_0(lesson):
 
 @every_parallel_lesson
 def test_with_its_defaults_on_8_ranks_a_lesson_prints_single_pys_digits(lesson):
-    plain = world(1).run(losses_here, "single", "--steps 3")[0]
-    ranks, flags = crew(lesson.name, 8, "--steps 3")
-    own = world(ranks).run(losses_here, lesson.name, flags)[0]
-    assert [f"{loss:.4f} {norm:.3f}" for loss, norm in own] == [
-        f"{loss:.4f} {norm:.3f}" for loss, norm in plain
-    ]
+    plain, _ = train("single", 1, "--steps 3")
+    own, _ = train(lesson.name, 8, "--steps 3")
+    for key, digits in (("losses", 4), ("grad_norms", 3)):
+        assert [f"{x:.{digits}f}" for x in own[key]] == [f"{x:.{digits}f}" for x in plain[key]]
 
 
 def check_masters(name, size=2):
@@ -157,7 +160,7 @@ def slack(name, weights, size):
 
 def check_ledger(name, size=4, flags="--accum 3"):
     """Bytes held and sent are the formulas of the docstring."""
-    result, weights = train(name, size, f"{TINY} --batch 36 {flags}")
+    result, weights = train(name, size, f"{TINY} --batch 36 {flags}", watched=True)
     slack_of, otherwise = slack(Path(name).stem, weights, size)
     width = 8 if "fp64" in flags else 4
     for part, row in result["held"].items():

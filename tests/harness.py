@@ -1,7 +1,7 @@
 """Worlds of ranks that live on from test to test, runs of lessons in them, and mutants that must be rejected.
 
 world(4).run(function, ...) calls a function on each of four processes. train(name, 4, flags) runs a lesson
-there, watched by tools/ledger.py. A check is a function of a lesson's name, or path, that asserts a promise;
+there; watched, by tools/ledger.py. A check is a function of a lesson's name, or path, that asserts a promise;
 rejects(check, ...) holds that it fails, for a given reason, on an edited copy of the lesson.
 """
 
@@ -134,21 +134,22 @@ def load(name):
     return module
 
 
-def train_here(name, flags, save):
-    """On a rank: what tools/ledger.py finds of a run."""
+def train_here(name, flags, watched):
+    """On a rank: what tools/ledger.py finds of a run, or, if nobody watches, its losses and norms."""
     lesson = load(name)
-    ledger = load("tools/ledger")
-    config = lesson.parse([*flags.split(), *(["--save", save] if save else [])])
-    return ledger.result_of(lesson, config, *ledger.run(lesson, config))
+    config = lesson.parse(flags.split())
+    if watched:
+        ledger = load("tools/ledger")
+        return ledger.result_of(lesson, config, *ledger.run(lesson, config))
+    result = {"losses": [], "grad_norms": []}
 
+    def note(config, step, loss, grad_norm, started):
+        result["losses"].append(loss.item())
+        result["grad_norms"].append(grad_norm.item())
 
-def losses_here(name, flags):
-    """On a rank: the losses and gradient norms of a run, watched by nobody."""
-    lesson = load(name)
-    steps = []
-    lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))
-    lesson.train(lesson.parse(flags.split()))
-    return steps
+    lesson.print_step = note
+    lesson.train(config)
+    return result
 
 
 def crew(name, size, flags):
@@ -158,12 +159,12 @@ def crew(name, size, flags):
 
 
 @functools.cache
-def train(name, size, flags, timeout=60):
-    """(what --json writes, the saved weights) of a run in a world of this size."""
+def train(name, size, flags, watched=False):
+    """(what --json writes, or losses and norms alone; the saved weights) of a run in a world of this size."""
     ranks, flags = crew(name, size, flags)
     with tempfile.TemporaryDirectory() as folder:
         save = f"{folder}/weights.pt"
-        result = world(ranks).run(train_here, name, flags, save, timeout=timeout)[0]
+        result = world(ranks).run(train_here, name, f"{flags} --save {save}", watched)[0]
         return result, torch.load(save)
 
 

@@ -97,7 +97,7 @@ def simulated(name, lesson_name, ranks, rank, flags, backend):
 
 def check_simulation(name, lesson, flags=""):
     """A simulated rank over gloo holds and sends what the real ones do, to the byte."""
-    real, _ = train(lesson, 4, f"{EVEN} {flags}")
+    real, _ = train(lesson, 4, f"{EVEN} {flags}", watched=True)
     try:
         ranks = [
             world(1).run(simulated, name, lesson, 4, rank, f"{EVEN} {flags}", "gloo")[0] for rank in (0, 3)

@@ -316,7 +316,7 @@ def test_a_layer_keeps_and_sends_what_the_papers_say(name, ranks):
 def test_activations_are_the_formula_to_the_byte(name, size):
     """But for two numbers, and for what gloo may still hold: what was sent last."""
     for flags, tokens in (("--accum 3", 144), ("--dtype fp64", 432)):
-        result, _ = train(name, size, f"{TINY} --batch 36 --vocab 252 --context 12 {flags}")
+        result, _ = train(name, size, f"{TINY} --batch 36 --vocab 252 --context 12 {flags}", watched=True)
         more = result["held"]["activations"]["measured"] - result["held"]["activations"]["formula"]
         assert 0 <= more <= 16 + 4 * 8 * tokens * (name == "sequence_parallel"), f"{more:+.0f} bytes"
 

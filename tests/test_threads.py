@@ -138,7 +138,7 @@ def check_lifetimes(name):
 
 def check_bytes(name):
     for size, flags in ((1, ""), (4, "--accum 3"), (2, "--dtype bf16")):
-        result, _ = train(name, size, f"{TINY} --batch 36 {flags}")
+        result, _ = train(name, size, f"{TINY} --batch 36 {flags}", watched=True)
         assert "foreign read" not in result["sent"], "a storage of another thread is read"
         row = result["sent"]["send"]
         assert row["wire"] == row["formula"], f"{row['wire'] - row['formula']:+.0f} bytes from the formula"
