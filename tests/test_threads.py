@@ -81,7 +81,7 @@ def meet(name, threads, seconds):
 
 
 def check_meeting(name):
-    assert world(1).run(meet, name, True, 10)[0], "replicas are not at work at once"
+    assert world(1).run(meet, name, True, 4)[0], "replicas are not at work at once"
     assert not world(1).run(meet, name, False, 0.1)[0], "replicas are at work at once with --no-threads"
 
 
@@ -249,14 +249,14 @@ def lose(name, mode, doomed):
 
 def check_losing(name):
     for mode in ("asp", "ssp"):
-        done, updates, said = world(1).run(lose, name, mode, (1,), timeout=8)[0]
+        done, updates, said = world(1).run(lose, name, mode, (1,), timeout=5)[0]
         assert done == list(product(range(1, 9), range(3))) and updates == 24, (
             f"{mode}: tasks of a failed worker are not done"
         )
         assert said.startswith("worker 1 failed: ValueError"), f"{mode}: says {said!r}"
-    error, done, _ = world(1).run(lose, name, "bsp", (1,), timeout=8)[0]
+    error, done, _ = world(1).run(lose, name, "bsp", (1,), timeout=5)[0]
     assert error == "worker 1 is out of order" and done <= 5, "bsp does not end with the error"
-    error, _, said = world(1).run(lose, name, "asp", (0, 1, 2), timeout=8)[0]
+    error, _, said = world(1).run(lose, name, "asp", (0, 1, 2), timeout=5)[0]
     assert "out of order" in error and said.count("failed") == 3, "no worker is left, and no error raised"
 
 
@@ -269,7 +269,7 @@ def break_server(name):
 
 
 def check_broken(name):
-    world(1).run(break_server, name, timeout=8)
+    world(1).run(break_server, name, timeout=5)
 
 
 def naps(name):
