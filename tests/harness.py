@@ -136,10 +136,9 @@ def load(name):
 
 def train_here(name, flags, watched):
     """On a rank: what tools/ledger.py finds of a run, or, if nobody watches, its losses and norms."""
-    lesson = load(name)
+    lesson, ledger = load(name), load("tools/ledger")
     config = lesson.parse(flags.split())
     if watched:
-        ledger = load("tools/ledger")
         return ledger.result_of(lesson, config, *ledger.run(lesson, config))
     result = {"losses": [], "grad_norms": []}
 

@@ -51,7 +51,6 @@ def tiny_run(name):
     optimizer.zero_grad()
     freed = torch.ones(500)
     with load(name).Watch() as watch:
-        watch.start()
         weight.exp().sum().backward()  # which keeps exp's 1000 and the sum, and makes a gradient of 1000
         travelling = torch.zeros(2, 1000)
         travelling[0].copy_(weight.grad)
@@ -64,7 +63,6 @@ def tiny_run(name):
         wide = weight.detach().double()  # a parameter, as a cast of one is
         freed.untyped_storage().resize_(0)
         del wide, received
-        watch.stop()
     sent = {key: value for key, value in watch.sent.items() if key[1] != "payload"}
     return watch.held(), sent
 

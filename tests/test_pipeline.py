@@ -292,9 +292,7 @@ def held_and_sent(name, schedule_name, m=8):
     for tell, log in ((lesson.dist.irecv, posted), (lesson.dist.isend, left)):
         tell.side_effect = lambda *_, log=log: log.append((len(pipe.posted), len(pipe.sent))) or mock.DEFAULT
     with watching.Watch() as watch:
-        watch.start()
         pipe.step(*torch.randn(2, m, 8, 4))
-        watch.stop()
     unit = 2 * 512 * 8 * 4 * 2 * size / n_stages  # of a stage: what GELU is given and returns
     ahead = max((1 + now for now, _ in posted), default=0), max((1 + now for _, now in left), default=0)
     return watch.held()["activations"] / unit, *ahead

@@ -123,9 +123,7 @@ def gather_state(name):
     ledger = load("tools/ledger")
     _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
     with ledger.Watch() as watch:
-        watch.start()
         zero.full_state_dict()
-        watch.stop()
     shards = sum(shard.nbytes for shard in zero.parameters())
     return (watch.held()["parameters"] - shards) / (4 * 72)
 

@@ -93,6 +93,15 @@ class Watch(TorchDispatchMode):
         _push_mode(self)
         self.thread_run(thread)
 
+    def __enter__(self):
+        super().__enter__()
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.stop()
+        super().__exit__(*error)
+
     def start(self):
         gc.collect()
         self.leaves = []
