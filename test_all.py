@@ -90,15 +90,15 @@ def test_nothing_is_clipped_with_clip_0(lesson):
 
 @every_parallel_lesson
 def test_with_its_defaults_on_8_ranks_a_lesson_prints_single_pys_digits(lesson):
-    plain, _ = train("single", 1, "--steps 3")
-    own, _ = train(lesson.name, 8, "--steps 3")
+    plain, _ = train("single", 1, "--steps 2")
+    own, _ = train(lesson.name, 8, "--steps 2")
     for key, digits in (("losses", 4), ("grad_norms", 3)):
         assert [f"{x:.{digits}f}" for x in own[key]] == [f"{x:.{digits}f}" for x in plain[key]]
 
 
 def check_masters(name, size=2):
     """In bf16, steps too small for a bf16 weight add up in an fp32 copy of it."""
-    flags = f"{TINY} --steps 30 --lr 2e-5 --clip 0 --batch 24 --accum 2"
+    flags = f"{TINY} --steps 15 --lr 2e-5 --clip 0 --batch 24 --accum 2"
     _, start = train("single", 1, f"{flags} --steps 1 --lr 0")
     _, plain = train("single", 1, flags)
     _, weights = train(name, size, f"{flags} --dtype bf16")
