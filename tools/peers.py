@@ -235,7 +235,9 @@ class Pipelined(Peer):
 
     def __init__(self, lesson, config, device):
         model = new_model(lesson, config, device)
-        layers = lesson.layers_of(model)
+        head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
+        head.weight = model.tokens.weight
+        layers = [lesson.Embed(model), *model.blocks, model.norm, head]
         schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
         n_stages = 1 + max(action.stage for action in schedule[-1])
         ends = lesson.split_layers(layers, n_stages)
