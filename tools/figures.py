@@ -7,13 +7,14 @@
     python tools/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
 
 memory: what a rank holds, by lesson and number of ranks; bars are runs, ticks are formulas, lines simulated
-ranks (runs without losses). activations: the same of activations, a bar per file. ratios: the lessons' time
+ranks (whose losses are NaN). activations: the same of activations, a bar per file. ratios: the lessons' time
 over their peers'. timeline: what computes and what travels in a traced step. schedule: what each of so many
 ranks does when with so many microbatches, if a forward, a B and a W take equally long.
 """
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def total(result, column="measured"):
 def memory(results, target):
     """Bytes held per rank by the number of ranks."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
-    runs = [result for result in results if result["losses"]]
+    runs = [result for result in results if not math.isnan(result["losses"][0])]
     lessons = sorted({result["lesson"] for result in results})
     wide = 0.8 / len(lessons)
     for run in runs:
@@ -58,7 +59,7 @@ def memory(results, target):
     left.margins(y=0.25)
     left.legend([plt.Rectangle((0, 0), 1, 1, color=color) for color in PARTS.values()], PARTS)
     for lesson in lessons:
-        far = [result for result in results if result["lesson"] == lesson and not result["losses"]]
+        far = [result for result in results if result["lesson"] == lesson and result not in runs]
         far.sort(key=lambda result: result["world_size"])
         sizes = [total(result) / 1e9 for result in far]
         right.plot([result["world_size"] for result in far], sizes, marker="o", markersize=3, label=lesson)
