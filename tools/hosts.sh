@@ -21,7 +21,7 @@ if [ "$(uname)" != Linux ] || [ "$(id -u)" != 0 ] || ! { command -v ip && comman
     exit 2
 fi
 
-name=md$$ # of the bridge and the namespaces: 15 characters at most
+name=rz$$ # of the bridge and the namespaces: 15 characters at most
 python=${PYTHON:-python3} # one that has torch
 children=()
 
