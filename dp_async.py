@@ -172,15 +172,14 @@ class MasterWeights:
     """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.optimizers = {}
+        self.masters = []
         for param in params:
             master = nn.Parameter(param.detach().float())
-            self.optimizers[param] = optimizer_class([master], **options)
+            self.masters.append((param, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, optimizer in self.optimizers.items():
-            (master,) = optimizer.param_groups[0]["params"]
+        for param, master, optimizer in self.masters:
             master.grad = param.grad.float()
             optimizer.step()
             param.copy_(master)

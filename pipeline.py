@@ -2,17 +2,16 @@
 
 Idea
     Rank i holds stage i, consecutive layers with about 1/N of the parameters. A batch is cut into k
-    microbatches, so that all stages can work at once, each on another one. A schedule is data: for each rank
-    a list of forwards and backwards. Before its first backward come 1 forward in naive, k in GPipe (arXiv
-    1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B (arXiv 2104.04473, section 2.2) gives rank i
-    the C stages i, N+i, ..., its chunks.
+    microbatches, and all stages work at once, each on another one. Before its first backward a rank has done
+    1 forward in naive, k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B (arXiv
+    2104.04473, section 2.2) gives rank i the stages i, N+i, ...
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wR
     optimizer     KR        K the moments: AdamW 8, in fp64 16; SGD 0
-    Activations of the microbatches in flight, from forward to backward: 1 in naive, k in gpipe, min(k, N-i)
-    in 1f1b, of a rank's layers; in interleaved min(Ck, (C+1)N-2i-1), of a chunk's.
+    Activations of the microbatches in flight: naive 1, gpipe k, 1f1b min(k, N-i); interleaved, with C stages
+    on a rank, of min(Ck, (C+1)N-2i-1) stages (if N divides k).
 
 Communication (1f1b, 4 ranks, 6 microbatches: F forward, B backward, . idle, the "bubble")
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
@@ -39,7 +38,7 @@ import os
 import sys
 import time
 from collections import defaultdict, deque, namedtuple
-from itertools import product
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,38 +57,34 @@ NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's 
 def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
     """The Actions of each of n_stages ranks, in order. name: naive, gpipe, 1f1b, or interleaved."""
     n_chunks = max(n_chunks, 2) if name == "interleaved" and n_stages > 1 else 1
-    if n_chunks > 1 and n_microbatches % n_stages:
-        raise ValueError(f"{n_microbatches} microbatches must be a multiple of {n_stages} ranks")
-    # n_stages microbatches pass through a chunk, then through the next one.
-    order = product(range(n_chunks), range(n_microbatches))
-    order = sorted(order, key=lambda pair: (pair[1] // n_stages, pair[0]))
+    together = min(n_stages, n_microbatches)  # so many pass through a chunk, then through the next one
+    while n_microbatches % together:
+        together += 1
+    total = n_chunks * n_microbatches
     schedule = []
     for rank in range(n_stages):
-        forwards = [Action("F", chunk * n_stages + rank, k) for chunk, k in order]
-        backwards = [Action("B", (n_chunks - 1 - chunk) * n_stages + rank, k) for chunk, k in order]
-        warmup = {"naive": 0, "gpipe": n_microbatches, "1f1b": n_stages - 1 - rank}
-        warmup["interleaved"] = 2 * (n_stages - 1 - rank) + (n_chunks - 1) * n_stages
-        schedule.append(one_forward_one_backward(forwards, backwards, warmup[name]))
+        warmup = {
+            "naive": 0,
+            "gpipe": n_microbatches,
+            "1f1b": n_stages - 1 - rank,
+            "interleaved": 2 * (n_stages - 1 - rank) + (n_chunks - 1) * together,
+        }[name]
+        actions = []
+        for turn in range(total + warmup):  # warmup: F alone; steady: F and B in turn; cooldown: B alone
+            for op, nth in (("F", turn), ("B", turn - warmup)):
+                if 0 <= nth < total:
+                    passed, nth = divmod(nth, n_chunks * together)
+                    chunk, k = divmod(nth, together)
+                    if op == "B":
+                        chunk = n_chunks - 1 - chunk
+                    actions.append(Action(op, chunk * n_stages + rank, passed * together + k))
+        schedule.append(actions)
     return schedule
-
-
-def one_forward_one_backward(forwards, backwards, warmup):
-    """These actions in order: `warmup` forwards, then a forward and a backward in turn, then backwards."""
-    actions = []
-    for forward in forwards[:warmup]:
-        actions.append(forward)
-    for forward, backward in zip(forwards[warmup:], backwards):  # steady
-        actions += [forward, backward]
-    for backward in backwards[len(forwards[warmup:]) :]:  # cooldown
-        actions.append(backward)
-    return actions
 
 
 def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
     """The idle part of the longest time from a rank's first action to its last (arXiv 2401.10241, 5.3).
-
-    t_f, t_b, t_w, t_comm: of a stage's forward, gradients of inputs and of weights, and of a message.
-    """
+    Times: t_f of F, t_b and t_w of the gradients of a stage's inputs and weights, t_comm of a message."""
     duration = {"F": t_f, "B": t_b + t_w}
     arrival = defaultdict(float)  # {action: when what it needs is there}, until nothing changes any more
     before = None
@@ -106,26 +101,23 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
 
 
 def split_layers(layers, n_stages):
-    """Where each stage ends: after the layer nearest to its equal share of the parameters."""
-    if n_stages > len(layers):
-        raise ValueError(f"{len(layers)} layers are too few for {n_stages} stages")
+    """Where each stage ends: near its equal share of the parameters, and after one layer at least."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-    total = torch.tensor(sizes).cumsum(0)
-    ends = [0]
-    for stage in range(1, n_stages + 1):
-        nearest = 1 + (total - total[-1] * stage / n_stages).abs().argmin().item()
-        most = len(layers) - n_stages + stage  # leaves a layer for each later stage
-        ends.append(min(max(nearest, ends[-1] + 1), most))
-    return ends[1:]
+    ends = []
+    for end in range(1, len(layers)):
+        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
+        share = sum(sizes) * (len(ends) + 1) / n_stages
+        if middle > share or len(layers) - end < n_stages - len(ends):
+            ends.append(end)
+    return [*ends, len(layers)]
 
 
 class Pipeline(nn.Module):
-    """Runs a schedule over layers that are split over all ranks.
+    """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
 
-    layers: modules, each called with what the one before returned. ends: where stages end, as from
-    split_layers(). Stages but the last return one tensor, all of one shape. loss_function(output, target): a
-    mean. All ranks start with rank 0's weights; tied parameters have a copy on each rank that needs them.
-    A step: step(); clip_grad_norm_(); optimizer.step(), of pipe.parameters(), which are this rank's.
+    layers: modules, each called with the output of the one before. ends: where stages end; all but the last
+    return one tensor, of one shape. loss_function(output, target): a mean. A parameter in several stages is
+    tied. A step: step(); clip_grad_norm_(); optimizer.step(), of pipe.parameters(), which are this rank's.
     """
 
     def __init__(self, layers, ends, loss_function, schedule):
@@ -135,81 +127,68 @@ class Pipeline(nn.Module):
         self.loss_function = loss_function
         self.actions = schedule[self.rank]
         self.last_stage = len(ends) - 1
-        self.stages = nn.ModuleDict()
-        self.ranks_of = {}  # {parameter or buffer: the ranks that need it}
+        self.stages = nn.ModuleList()
+        self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
         for stage, (start, end) in enumerate(zip([0, *ends], ends)):
             rank = stage % self.world_size
             module = nn.Sequential(*layers[start:end])
             if rank == self.rank:
-                self.stages[str(stage)] = module
-            for tensor in (*module.parameters(), *module.buffers()):
-                self.ranks_of.setdefault(tensor, set()).add(rank)
+                self.stages.append(module)
+            for param in module.parameters():
+                self.ranks_of[param].add(rank)
         self.ties = {}  # {parameter: the group that adds up its gradients}
-        for tensor, ranks in self.ranks_of.items():
-            dist.broadcast(tensor.detach(), 0)
+        for param, ranks in self.ranks_of.items():
+            dist.broadcast(param.detach(), 0)
             if len(ranks) > 1:
-                self.ties[tensor] = dist.new_group(sorted(ranks))  # all ranks must call it
+                self.ties[param] = dist.new_group(sorted(ranks))  # all ranks must call it
             if self.rank not in ranks:
-                tensor.untyped_storage().resize_(0)
-        # On NCCL a group's messages between two ranks queue up: receives posted ahead would hold up sends. So
-        # each direction has a group, or two, as both of a rank's neighbors may be the same one.
+                param.untyped_storage().resize_(0)
+        # NCCL queues a group's messages: a group for each direction, two if both neighbors are one rank.
         self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
         self.like = [None]  # a meta tensor like all messages
+        self.posted = deque()  # (work, buffer)
+        self.sent = deque()
         self.ahead = 0  # in the first step, in which NCCL connects: receives would wait for each other
 
     def step(self, inputs, targets):
         """Add up the gradients of a batch, lists of microbatches. Returns its mean loss, on every rank."""
-        self.inputs = inputs
-        self.targets = targets
-        self.device = inputs[0].device
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.alive = {}  # {(stage, microbatch): (input, where its backward begins)}
+        self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         self.to_post = deque(a for a in self.actions if 0 <= a.stage - NEXT[a.op] <= self.last_stage)
-        self.posted = deque()  # (work, buffer)
-        self.sent = deque()
-        if self.rank > 0 and self.like[0] is None:
-            dist.broadcast_object_list(self.like, 0, device=self.device)
-        run = {"F": self._forward, "B": self._backward}
+        alive = {}  # {(stage, microbatch): (input, where its backward begins)}
         for op, stage, k in self.actions:
-            run[op](stage, k)
-        for work in self.sent:
-            work.wait()
+            if op == "F":
+                x = inputs[k] if stage == 0 else self._receive().requires_grad_()
+                output = self.stages[stage // self.world_size](x)
+                if stage == self.last_stage:
+                    output = self.loss_function(output, targets[k]) / len(targets)  # as gradients add up
+                    self.loss += output.detach()
+                else:
+                    self._send("F", stage + 1, output.detach())
+                    output = get_gradient_edge(output.requires_grad_())  # frees it once it has been sent
+                alive[stage, k] = (x, output)
+            else:
+                x, output = alive.pop((stage, k))
+                torch.autograd.backward(output, None if stage == self.last_stage else self._receive())
+                if stage > 0:
+                    self._send("B", stage - 1, x.grad)
+        self._finish()
+        return self.loss
+
+    def _finish(self):
+        while self.sent:
+            self.sent.popleft().wait()
         for param, group in self.ties.items():
             if param.grad is not None:
                 dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
         self.ahead = AHEAD
-        return self.loss
-
-    def _forward(self, stage, k):
-        x = self.inputs[k] if stage == 0 else self._receive().requires_grad_()
-        y = self.stages[str(stage)](x)
-        if stage == self.last_stage:
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            root = self.loss_function(y, self.targets[k]) / len(self.targets)
-            self.loss += root.detach()
-        else:
-            # The graph's edge, not y, which is freed once it has been sent. None if all so far is frozen.
-            root = get_gradient_edge(y) if y.requires_grad else None
-            if self.like[0] is None:  # rank 0's first output tells all ranks the shape
-                self.like[0] = y.detach().to("meta")
-                dist.broadcast_object_list(self.like, 0, device=self.device)
-            self._send("F", stage + 1, y.detach())
-        self.alive[stage, k] = (x, root)
-
-    def _backward(self, stage, k):
-        x, root = self.alive.pop((stage, k))
-        gradient = None if stage == self.last_stage else self._receive()
-        if root is not None:
-            torch.autograd.backward(root, gradient)
-        if stage > 0:
-            self._send("B", stage - 1, x.grad)
 
     def _receive(self):
-        """Wait for the message that comes next, and let those after it come meanwhile."""
+        if self.like[0] is None:
+            dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
-            buffer = torch.empty_like(self.like[0], device=self.device)
+            buffer = torch.empty_like(self.like[0], device=self.loss.device)
             sender = (stage - NEXT[op]) % self.world_size
             self.posted.append((dist.irecv(buffer, sender, self.groups[op][stage % 2]), buffer))
         work, buffer = self.posted.popleft()
@@ -217,16 +196,18 @@ class Pipeline(nn.Module):
         return buffer
 
     def _send(self, op, stage, tensor):
-        """Start to send what an action of another stage needs."""
-        receiver = stage % self.world_size
-        self.sent.append(dist.isend(tensor.contiguous(), receiver, self.groups[op][stage % 2]))
+        if self.like[0] is None:  # rank 0's first output tells all ranks the shape
+            self.like[0] = tensor.to("meta")
+            dist.broadcast_object_list(self.like, 0, device=self.loss.device)
+        group = self.groups[op][stage % 2]
+        self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, group))
         if len(self.sent) > AHEAD:
             self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        squares = torch.zeros_like(self.loss)
         for param, ranks in self.ranks_of.items():
             if param.grad is not None and self.rank == min(ranks):  # a tied one counts once
                 squares += param.grad.square().sum(dtype=torch.float64)
@@ -237,34 +218,27 @@ class Pipeline(nn.Module):
 
     def unsplit(self):
         """Give all ranks all layers."""
-        for tensor, ranks in self.ranks_of.items():
-            tensor.untyped_storage().resize_(tensor.nbytes)
-            dist.broadcast(tensor.detach(), min(ranks))
+        for param, ranks in self.ranks_of.items():
+            param.untyped_storage().resize_(param.nbytes)
+            dist.broadcast(param.detach(), min(ranks))
 
 
-class Embed(nn.Module):  # the first layer: tokens (B, T) -> (B, T, D)
-    def __init__(self, gpt):
-        super().__init__()
-        self.tokens = gpt.tokens
-        self.positions = gpt.positions
-
-    def forward(self, tokens):
-        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
+    return x + positions.weight[: x.shape[1]]
 
 
 class MasterWeights:
     """An optimizer that steps fp32 copies of bf16 parameters (ZeRO, arXiv 1910.02054, 3.1), one by one."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.optimizers = {}
+        self.masters = []
         for param in params:
             master = nn.Parameter(param.detach().float())
-            self.optimizers[param] = optimizer_class([master], **options)
+            self.masters.append((param, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, optimizer in self.optimizers.items():
-            (master,) = optimizer.param_groups[0]["params"]
+        for param, master, optimizer in self.masters:
             master.grad = param.grad.float()
             optimizer.step()
             param.copy_(master)
@@ -277,18 +251,17 @@ def train(config):
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
-    layers = [Embed(model), *model.blocks, model.norm, head]
-    try:
-        schedule = build_schedule(config.schedule, dist.get_world_size(), config.accum)
-        ends = split_layers(layers, 1 + max(action.stage for action in schedule[-1]))
-    except ValueError as error:
-        refuse(f"--schedule {config.schedule} --layers {config.layers}: {error}")
-    pipe = Pipeline(layers, ends, mean_loss, schedule)
+    model.positions.forward = partial(add_positions, model.positions)
+    layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
+    schedule = build_schedule(config.schedule, dist.get_world_size(), config.accum)
+    n_stages = 1 + max(action.stage for action in schedule[-1])
+    if n_stages > len(layers):
+        refuse(f"--layers {config.layers}: too few for {n_stages} stages of --schedule {config.schedule}")
+    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(pipe.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+    optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         inputs, targets = zip(*microbatches(config, text, step, device))
@@ -299,7 +272,7 @@ def train(config):
         print_step(config, step, loss, grad_norm, started)
     if config.save:
         pipe.unsplit()
-        if dist.get_rank() == 0:
+        if pipe.rank == 0:
             torch.save(model.state_dict(), config.save)
 
 

@@ -30,7 +30,7 @@ Run
 
 Left out
     Schedules found by search, ZB-V, the optimizer's step that does not wait for the norm (section 4), and W
-    of other layers than linear ones: their weights' gradients, and biases', come with B.
+    of other layers than nn.Linear: their weights' gradients, and biases', come with B.
 """
 
 import argparse
@@ -39,6 +39,7 @@ import os
 import sys
 import time
 from collections import defaultdict, deque, namedtuple
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,6 @@ import torch.distributed.nn  # else torch.optim loads it later, and it keeps our
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 Action = namedtuple("Action", "op stage microbatch")
 AHEAD = 4  # receives posted before they are needed, and sends that have not been waited for
@@ -60,48 +60,27 @@ def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
     assert n_chunks == 1, "these schedules have one stage for each rank"
     schedule = []
     for rank in range(n_stages):
-        forwards = [Action("F", rank, k) for k in range(n_microbatches)]
-        backwards = [Action("B", rank, k) for k in range(n_microbatches)]
         times = 2 if name == "zb-h2" else 1
-        actions = one_forward_one_backward(forwards, backwards, times * (n_stages - 1 - rank))
+        warmup = times * (n_stages - 1 - rank)
+        delay = times * rank  # so many B go before their W
+        begins = {"F": 0, "B": warmup}
         if name != "1f1b":
-            actions = with_weights(actions, times * rank)
+            begins["W"] = warmup + delay
+        actions = []
+        for turn in range(n_microbatches + warmup + delay):
+            for op, begin in begins.items():
+                if 0 <= turn - begin < n_microbatches:
+                    actions.append(Action(op, rank, turn - begin))
         schedule.append(actions)
     return schedule
 
 
-def with_weights(actions, delay):
-    """These actions, and a W for each B, as soon as more than `delay` B have none."""
-    more = []
-    waiting = deque()
-    for action in actions:
-        more.append(action)
-        if action.op == "B":
-            waiting.append(action._replace(op="W"))
-        if len(waiting) > delay:
-            more.append(waiting.popleft())
-    return [*more, *waiting]
-
-
-def one_forward_one_backward(forwards, backwards, warmup):
-    """These actions in order: `warmup` forwards, then a forward and a backward in turn, then backwards."""
-    actions = []
-    for forward in forwards[:warmup]:
-        actions.append(forward)
-    for forward, backward in zip(forwards[warmup:], backwards):  # steady
-        actions += [forward, backward]
-    for backward in backwards[len(forwards[warmup:]) :]:  # cooldown
-        actions.append(backward)
-    return actions
-
-
 def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
     """The idle part of the longest time from a rank's first action to its last (arXiv 2401.10241, 5.3).
-
-    t_f, t_b, t_w, t_comm: of a stage's forward, gradients of inputs and of weights, and of a message.
-    """
-    split = any(action.op == "W" for action in schedule[0])
-    duration = {"F": t_f, "B": t_b if split else t_b + t_w, "W": t_w}
+    Times: t_f of F, t_b and t_w of the gradients of a stage's inputs and weights, t_comm of a message."""
+    duration = {"F": t_f, "B": t_b, "W": t_w}
+    if schedule[0][-1].op == "B":  # it does W, too
+        duration["B"] += t_w
     arrival = defaultdict(float)  # {action: when what it needs is there}, until nothing changes any more
     before = None
     while arrival != before:
@@ -117,24 +96,22 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
 
 
 def split_layers(layers, n_stages):
-    """Where each stage ends: after the layer nearest to its equal share of the parameters."""
-    if n_stages > len(layers):
-        raise ValueError(f"{len(layers)} layers are too few for {n_stages} stages")
+    """Where each stage ends: near its equal share of the parameters, and after one layer at least."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-    total = torch.tensor(sizes).cumsum(0)
-    ends = [0]
-    for stage in range(1, n_stages + 1):
-        nearest = 1 + (total - total[-1] * stage / n_stages).abs().argmin().item()
-        most = len(layers) - n_stages + stage  # leaves a layer for each later stage
-        ends.append(min(max(nearest, ends[-1] + 1), most))
-    return ends[1:]
+    ends = []
+    for end in range(1, len(layers)):
+        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
+        share = sum(sizes) * (len(ends) + 1) / n_stages
+        if middle > share or len(layers) - end < n_stages - len(ends):
+            ends.append(end)
+    return [*ends, len(layers)]
 
 
 class DeferredLinear(torch.autograd.Function):
-    """F.linear with a backward of B alone, which appends to `later` what W needs."""
+    """A linear layer whose backward is B (section 2), and leaves what W needs in the last list of `later`."""
 
     @staticmethod
-    def forward(ctx, later, x, weight, bias=None):
+    def forward(ctx, later, weight, bias, x):
         ctx.later = later
         ctx.weight = weight
         ctx.save_for_backward(x)
@@ -144,144 +121,111 @@ class DeferredLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        ctx.later.append((ctx.weight, rows, x.flatten(0, -2)))
-        return None, grad @ ctx.weight, None, rows.sum(0) if ctx.needs_input_grad[3] else None
-
-
-class SplitBackward(TorchFunctionMode):
-    """Defers W of the linear layers that are called within it (section 2): the other weights cost little."""
-
-    def __init__(self):
-        super().__init__()
-        self.later = []  # (weight, gradient of the output, input)
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.linear and args[1].is_leaf and args[1].requires_grad:
-            return DeferredLinear.apply(self.later, *args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        ctx.later[-1].append((ctx.weight, rows, x.flatten(0, -2)))
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return None, None, grad_bias, grad @ ctx.weight
 
 
 class Pipeline(nn.Module):
-    """Runs a schedule over layers that are split over all ranks.
+    """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
 
-    layers: modules, each called with what the one before returned. ends: where stages end, as from
-    split_layers(). Stages but the last return one tensor, all of one shape. loss_function(output, target): a
-    mean. All ranks start with rank 0's weights; tied parameters have a copy on each rank that needs them.
-    A step: step(); clip_grad_norm_(); optimizer.step(), of pipe.parameters(), which are this rank's.
+    layers: modules, each called with the output of the one before. ends: where stages end; all but the last
+    return one tensor, of one shape. loss_function(output, target): a mean. A parameter in several stages is
+    tied. A step: step(); clip_grad_norm_(); optimizer.step(), of pipe.parameters(), which are this rank's.
     """
 
     def __init__(self, layers, ends, loss_function, schedule):
         super().__init__()
         self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
         self.loss_function = loss_function
         self.actions = schedule[self.rank]
         self.last_stage = len(ends) - 1
-        self.stages = nn.ModuleDict()
-        self.ranks_of = {}  # {parameter or buffer: the ranks that need it}
-        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
-            rank = stage % self.world_size
+        self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
+        for rank, (start, end) in enumerate(zip([0, *ends], ends)):
             module = nn.Sequential(*layers[start:end])
             if rank == self.rank:
-                self.stages[str(stage)] = module
-            for tensor in (*module.parameters(), *module.buffers()):
-                self.ranks_of.setdefault(tensor, set()).add(rank)
+                self.stage = module
+            for param in module.parameters():
+                self.ranks_of[param].add(rank)
+        self.split = self.actions[-1].op == "W"
+        self.later = deque()  # for each W to come, what it needs of each linear layer
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear) and layer.weight.requires_grad:
+                layer.forward = partial(DeferredLinear.apply, self.later, layer.weight, layer.bias)
         self.ties = {}  # {parameter: the group that adds up its gradients}
-        for tensor, ranks in self.ranks_of.items():
-            dist.broadcast(tensor.detach(), 0)
+        for param, ranks in self.ranks_of.items():
+            dist.broadcast(param.detach(), 0)
             if len(ranks) > 1:
-                self.ties[tensor] = dist.new_group(sorted(ranks))  # all ranks must call it
+                self.ties[param] = dist.new_group(sorted(ranks))  # all ranks must call it
             if self.rank not in ranks:
-                tensor.untyped_storage().resize_(0)
-        # On NCCL a group's messages between two ranks queue up: receives posted ahead would hold up sends. So
-        # each direction has a group, or two, as both of a rank's neighbors may be the same one.
-        self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
+                param.untyped_storage().resize_(0)
+        self.groups = {op: dist.new_group() for op in "FB"}  # NCCL queues a group's messages
         self.like = [None]  # a meta tensor like all messages
+        self.posted = deque()  # (work, buffer)
+        self.sent = deque()
         self.ahead = 0  # in the first step, in which NCCL connects: receives would wait for each other
 
     def step(self, inputs, targets):
         """Add up the gradients of a batch, lists of microbatches. Returns its mean loss, on every rank."""
-        self.inputs = inputs
-        self.targets = targets
-        self.device = inputs[0].device
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.alive = {}  # {(stage, microbatch): (input, where its backward begins, what its W needs)}
+        self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         self.to_post = deque(a for a in self.actions if 0 <= a.stage - NEXT[a.op] <= self.last_stage)
-        self.posted = deque()  # (work, buffer)
-        self.sent = deque()
-        if self.rank > 0 and self.like[0] is None:
-            dist.broadcast_object_list(self.like, 0, device=self.device)
-        run = {"F": self._forward, "B": self._backward, "W": self._weights}
+        alive = {}  # {(stage, microbatch): (input, where its backward begins)}
         for op, stage, k in self.actions:
-            run[op](stage, k)
-        for work in self.sent:
-            work.wait()
+            if op == "F":
+                x = inputs[k] if stage == 0 else self._receive().requires_grad_()
+                output = self.stage(x)
+                if stage == self.last_stage:
+                    output = self.loss_function(output, targets[k]) / len(targets)  # as gradients add up
+                    self.loss += output.detach()
+                else:
+                    self._send("F", stage + 1, output.detach())
+                    output = get_gradient_edge(output.requires_grad_())  # frees it once it has been sent
+                alive[stage, k] = (x, output)
+            elif op == "B":
+                self.later.append([])
+                x, output = alive.pop((stage, k))
+                torch.autograd.backward(output, None if stage == self.last_stage else self._receive())
+            if op == "W" or (op == "B" and not self.split):
+                for weight, rows, columns in self.later.popleft():
+                    weight.backward(rows.t() @ columns)
+            if op == "B" and stage > 0:
+                self._send("B", stage - 1, x.grad)
+        self._finish()
+        return self.loss
+
+    def _finish(self):
+        while self.sent:
+            self.sent.popleft().wait()
         for param, group in self.ties.items():
             if param.grad is not None:
                 dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
         self.ahead = AHEAD
-        return self.loss
-
-    def _forward(self, stage, k):
-        x = self.inputs[k] if stage == 0 else self._receive().requires_grad_()
-        with SplitBackward() as split:
-            y = self.stages[str(stage)](x)
-        if stage == self.last_stage:
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            root = self.loss_function(y, self.targets[k]) / len(self.targets)
-            self.loss += root.detach()
-        else:
-            # The graph's edge, not y, which is freed once it has been sent. None if all so far is frozen.
-            root = get_gradient_edge(y) if y.requires_grad else None
-            if self.like[0] is None:  # rank 0's first output tells all ranks the shape
-                self.like[0] = y.detach().to("meta")
-                dist.broadcast_object_list(self.like, 0, device=self.device)
-            self._send("F", stage + 1, y.detach())
-        self.alive[stage, k] = (x, root, split.later)
-
-    def _backward(self, stage, k):
-        x, root, later = self.alive.pop((stage, k))
-        gradient = None if stage == self.last_stage else self._receive()
-        if root is not None:
-            torch.autograd.backward(root, gradient)
-        self.alive[stage, k] = later
-        if ("W", stage, k) not in self.actions:
-            self._weights(stage, k)
-        if stage > 0:
-            self._send("B", stage - 1, x.grad)
-
-    @torch.no_grad()
-    def _weights(self, stage, k):
-        later = self.alive.pop((stage, k))
-        while later:
-            weight, rows, x = later.pop()
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            weight.grad.addmm_(rows.t(), x)
 
     def _receive(self):
-        """Wait for the message that comes next, and let those after it come meanwhile."""
+        if self.like[0] is None:
+            dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
-            buffer = torch.empty_like(self.like[0], device=self.device)
-            sender = (stage - NEXT[op]) % self.world_size
-            self.posted.append((dist.irecv(buffer, sender, self.groups[op][stage % 2]), buffer))
+            buffer = torch.empty_like(self.like[0], device=self.loss.device)
+            sender = stage - NEXT[op]
+            self.posted.append((dist.irecv(buffer, sender, self.groups[op]), buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
 
     def _send(self, op, stage, tensor):
-        """Start to send what an action of another stage needs."""
-        receiver = stage % self.world_size
-        self.sent.append(dist.isend(tensor.contiguous(), receiver, self.groups[op][stage % 2]))
+        if self.like[0] is None:  # rank 0's first output tells all ranks the shape
+            self.like[0] = tensor.to("meta")
+            dist.broadcast_object_list(self.like, 0, device=self.loss.device)
+        self.sent.append(dist.isend(tensor.contiguous(), stage, self.groups[op]))
         if len(self.sent) > AHEAD:
             self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        squares = torch.zeros_like(self.loss)
         for param, ranks in self.ranks_of.items():
             if param.grad is not None and self.rank == min(ranks):  # a tied one counts once
                 squares += param.grad.square().sum(dtype=torch.float64)
@@ -292,34 +236,27 @@ class Pipeline(nn.Module):
 
     def unsplit(self):
         """Give all ranks all layers."""
-        for tensor, ranks in self.ranks_of.items():
-            tensor.untyped_storage().resize_(tensor.nbytes)
-            dist.broadcast(tensor.detach(), min(ranks))
+        for param, ranks in self.ranks_of.items():
+            param.untyped_storage().resize_(param.nbytes)
+            dist.broadcast(param.detach(), min(ranks))
 
 
-class Embed(nn.Module):  # the first layer: tokens (B, T) -> (B, T, D)
-    def __init__(self, gpt):
-        super().__init__()
-        self.tokens = gpt.tokens
-        self.positions = gpt.positions
-
-    def forward(self, tokens):
-        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
+    return x + positions.weight[: x.shape[1]]
 
 
 class MasterWeights:
     """An optimizer that steps fp32 copies of bf16 parameters (ZeRO, arXiv 1910.02054, 3.1), one by one."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.optimizers = {}
+        self.masters = []
         for param in params:
             master = nn.Parameter(param.detach().float())
-            self.optimizers[param] = optimizer_class([master], **options)
+            self.masters.append((param, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, optimizer in self.optimizers.items():
-            (master,) = optimizer.param_groups[0]["params"]
+        for param, master, optimizer in self.masters:
             master.grad = param.grad.float()
             optimizer.step()
             param.copy_(master)
@@ -332,18 +269,16 @@ def train(config):
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
-    layers = [Embed(model), *model.blocks, model.norm, head]
-    try:
-        schedule = build_schedule(config.schedule, dist.get_world_size(), config.accum)
-        ends = split_layers(layers, 1 + max(action.stage for action in schedule[-1]))
-    except ValueError as error:
-        refuse(f"--schedule {config.schedule} --layers {config.layers}: {error}")
-    pipe = Pipeline(layers, ends, mean_loss, schedule)
+    model.positions.forward = partial(add_positions, model.positions)
+    layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
+    schedule = build_schedule(config.schedule, dist.get_world_size(), config.accum)
+    if len(schedule) > len(layers):
+        refuse(f"--layers {config.layers}: too few for {len(schedule)} ranks")
+    pipe = Pipeline(layers, split_layers(layers, len(schedule)), mean_loss, schedule)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(pipe.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+    optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         inputs, targets = zip(*microbatches(config, text, step, device))
@@ -354,7 +289,7 @@ def train(config):
         print_step(config, step, loss, grad_norm, started)
     if config.save:
         pipe.unsplit()
-        if dist.get_rank() == 0:
+        if pipe.rank == 0:
             torch.save(model.state_dict(), config.save)
 
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+import types
 import weakref
 from collections import Counter, deque
 from pathlib import Path
@@ -56,8 +57,7 @@ def in_flight(actions):
 def check_schedules(name):
     lesson = load(name)
     stem = Path(name).stem
-    for schedule_name, p, rounds in itertools.product(SCHEDULES[stem], range(1, 6), range(1, 4)):
-        m = p * rounds
+    for schedule_name, p, m in itertools.product(SCHEDULES[stem], range(1, 6), range(1, 13)):
         chunks = 2 if schedule_name == "interleaved" and p > 1 else 1
         schedule = lesson.build_schedule(schedule_name, p, m)
         ops = "FBW" if schedule_name.startswith("zb") else "FB"
@@ -69,8 +69,9 @@ def check_schedules(name):
             most |= {"interleaved": min(chunks * m, (chunks + 1) * p - 2 * i - 1), "zb-h1": min(m, p)}
             most["zb-h2"] = min(m, 2 * p - 1)
             assert {action.stage % p for action in actions} == {i}, "another rank's stage"
-            found = in_flight(actions)
-            assert found == most[schedule_name], f"{schedule_name}: {found} in flight"
+            if schedule_name != "interleaved" or m % p == 0:
+                found = in_flight(actions)
+                assert found == most[schedule_name], f"{schedule_name}: {found} in flight"
             for op, step in (("F", 1), ("B", -1)):  # messages come in the order in which they are needed
                 sent = [a[1:] for a in actions if a.op == op and 0 <= a.stage + step < p * chunks]
                 needed = [a for a in schedule[(i + step) % p] if a.op == op]
@@ -127,12 +128,9 @@ def test_the_docstrings_diagram_is_the_schedule(name, schedule):
 
 def test_stages_have_about_equal_shares():
     lesson = load("pipeline")
-    sizes = (5, 1, 1, 1, 1, 1, 5)
-    layers = [nn.Linear(size, 1, bias=False) for size in sizes]
-    for n_stages, ends in ((1, [7]), (2, [3, 7]), (3, [1, 6, 7]), (5, [1, 2, 5, 6, 7]), (7, [*range(1, 8)])):
+    layers = [*(nn.Linear(size, 1, bias=False) for size in (5, 1, 1, 1, 1, 1, 5)), nn.GELU()]
+    for n_stages, ends in ((1, [8]), (2, [4, 8]), (3, [1, 6, 8]), (5, [1, 2, 5, 6, 8]), (8, [*range(1, 9)])):
         assert lesson.split_layers(layers, n_stages) == ends
-    with pytest.raises(ValueError, match="7 layers are too few for 8 stages"):
-        lesson.split_layers(layers, 8)
 
 
 # ---- the same numbers by every schedule ----
@@ -177,8 +175,8 @@ def train_layers(name, schedule_name, ends, frozen):
     shared.eval()
     plain = copy.deepcopy(layers)
     with torch.no_grad():
-        for tensor in layers.state_dict().values():
-            tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
+        for param in layers.parameters():
+            param.add_(dist.get_rank())  # all ranks must start with rank 0's
     lesson = load(name)
     make_late(lesson)
     schedule = lesson.build_schedule(schedule_name, dist.get_world_size(), 4)
@@ -252,8 +250,8 @@ def against_torch(name, schedule_name, peer, chunks):
     runner.step(*([inputs.flatten(0, 1)] if rank == 0 else []), target=targets.flatten(0, 1))
     pipe = lesson.Pipeline(layers, ends, F.mse_loss, lesson.build_schedule(schedule_name, size, 4))
     pipe.step(inputs, targets)
-    pairs = [zip(pipe.stages[s].parameters(), theirs[int(s)].parameters()) for s in pipe.stages]
-    return max(apart(own.grad, other.grad) for own, other in itertools.chain(*pairs))
+    others = itertools.chain(*(theirs[stage].parameters() for stage in range(rank, n_stages, size)))
+    return max(apart(own.grad, other.grad) for own, other in zip(pipe.parameters(), others))
 
 
 PEERS = [("gpipe", "GPipe", 1), ("1f1b", "1F1B", 1), ("interleaved", "Interleaved1F1B", 2)]
@@ -272,30 +270,31 @@ def held_and_sent(name, schedule_name, m=8):
     torch.manual_seed(0)
     watching = load("tools/watch")
     lesson = load(name)
-    lesson.dist = mock.Mock(wraps=dist)
+    lesson.dist = types.SimpleNamespace(**vars(dist))
     size = dist.get_world_size()
     layers = [nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 4)) for _ in range(2 * size)]
     schedule = lesson.build_schedule(schedule_name, size, m)
     n_stages = 1 + max(action.stage for action in schedule[-1])
     pipe = lesson.Pipeline(layers, lesson.split_layers(layers, n_stages), F.mse_loss, schedule)
     pipe.step(*torch.randn(2, m, 8, 4))
-    assert not pipe.alive, "inputs are kept after the step"
-    outputs = []
+    inputs, outputs = [], []
 
-    def note_output(module, args, output):
+    def note(module, args, output):
+        inputs.append(weakref.ref(args[0]))
+        kept = sum(each() is not None for each in inputs)
+        assert kept <= 1 + in_flight(pipe.actions), f"{kept} inputs are kept"
         kept = sum(each() is not None for each in outputs)
         assert kept == 0 or pipe.rank == size - 1, "outputs are kept for backward"
         outputs.append(weakref.ref(output))
 
-    next(iter(pipe.stages.values())).register_forward_hook(note_output)
-    posted, left = [], []
-    for tell, log in ((lesson.dist.irecv, posted), (lesson.dist.isend, left)):
-        tell.side_effect = lambda *_, log=log: log.append((len(pipe.posted), len(pipe.sent))) or mock.DEFAULT
+    next(each for each in pipe.modules() if isinstance(each, nn.Sequential)).register_forward_hook(note)
+    posted, left = [0], [0]
+    lesson.dist.irecv = lambda *args: posted.append(1 + len(pipe.posted)) or dist.irecv(*args)
+    lesson.dist.isend = lambda *args: left.append(1 + len(pipe.sent)) or dist.isend(*args)
     with watching.Watch() as watch:
         pipe.step(*torch.randn(2, m, 8, 4))
     unit = 2 * 512 * 8 * 4 * 2 * size / n_stages  # of a stage: what GELU is given and returns
-    ahead = max((1 + now for now, _ in posted), default=0), max((1 + now for _, now in left), default=0)
-    return watch.held()["activations"] / unit, *ahead
+    return watch.held()["activations"] / unit, max(posted), max(left)
 
 
 def check_held(name):
@@ -319,29 +318,29 @@ def test_a_rank_holds_its_microbatches_in_flight_and_posts_receives_ahead(name):
 
 
 MUTANTS = [
-    ("pipeline", ": n_stages - 1 - rank}", ": n_stages - rank}", check_schedules, "1f1b: 2 in flight"),
-    ("pipeline", "(pair[1] // n_stages, pair[0])", "pair[0]", check_schedules, "no rank can go on"),
+    ("pipeline", '"1f1b": n_stages - 1', '"1f1b": n_stages', check_schedules, "1f1b: 2 in flight"),
+    ("pipeline", "(n_chunks - 1) * together", "n_chunks - 1", check_schedules, "no rank can go on"),
     ("pipeline", "k] = now + t_comm", "k] = now", check_bubbles, "not the published rate"),
     ("zero_bubble", "now - began)", "now)", check_bubbles, "zb-h2: not the closed form"),
-    ("pipeline", " / len(self.targets)", "", check_parity, "losses differ"),
+    ("pipeline", " / len(targets)", "", check_parity, "losses differ"),
     ("pipeline", "        dist.all_reduce(self.loss)\n", "", check_parity, "losses differ"),
     ("pipeline", "dist.all_reduce(param.grad, group=group)", "pass", check_parity, "losses differ"),
     ("pipeline", " and self.rank == min(ranks)", "", check_parity, "losses differ"),
     ("pipeline", "dist.all_reduce(squares)", "pass", check_parity, "losses differ"),
-    ("pipeline", "dist.broadcast(tensor.detach(), min(ranks))", "pass", check_parity, "weights diff"),
-    ("pipeline", "dist.broadcast(tensor.detach(), 0)", "pass", check_layers, "differ"),
+    ("pipeline", "dist.broadcast(param.detach(), min(ranks))", "pass", check_parity, "weights diff"),
+    ("pipeline", "dist.broadcast(param.detach(), 0)", "pass", check_layers, "differ"),
     ("pipeline", "storage().resize_(0)", "storage()", check_layers, "others need"),
     ("pipeline", "        work.wait()\n        return buf", "        return buf", check_layers, "differ"),
-    ("pipeline", "= get_gradient_edge(y) if", "= y if", check_held, "outputs are kept"),
-    ("pipeline", "self.alive.pop((stage, k))", "self.alive[stage, k]", check_held, "inputs are kept"),
+    ("pipeline", "output = get_gradient_edge(output.", "(output.", check_held, "outputs are kept"),
+    ("pipeline", "alive.pop((stage, k))", "alive[stage, k]", check_held, "inputs are kept"),
     ("pipeline", "self.ahead = AHEAD", "pass", check_held, "1 receives posted"),
-    ("pipeline", "self.sent.popleft().wait()", "pass", check_held, "messages kept"),
+    ("pipeline", "if len(self.sent) > AHEAD", "if False", check_held, "messages kept"),
     ("pipeline", "param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
-    ("zero_bubble", "times * rank)", "times * rank + 1)", check_schedules, "in flight"),
+    ("zero_bubble", "delay = times * rank", "delay = times * rank + 1", check_schedules, "in flight"),
     ("zero_bubble", "times = 2", "times = 3", check_bubbles, "not the published rate"),
-    ("zero_bubble", "rows.sum(0) if ctx.needs_input_grad[3] else None", "None", check_zb, "losses differ"),
-    ("zero_bubble", "t_b if split else t_b + t_w", "t_b", check_bubbles, "1f1b: not the published rate"),
-    ("zero_bubble", ".addmm_(rows.t(), x)", ".copy_(rows.t() @ x)", check_zb, "losses differ"),
+    ("zero_bubble", "rows.sum(0) if ctx.needs_input_grad[2] else None", "None", check_zb, "losses differ"),
+    ("zero_bubble", 'duration["B"] += t_w', "pass", check_bubbles, "1f1b: not the published rate"),
+    ("zero_bubble", "weight.backward(rows.t() @", "weight.grad = (rows.t() @", check_zb, "losses differ"),
 ]  # fmt: skip
 
 
