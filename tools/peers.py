@@ -237,15 +237,16 @@ class Pipelined(Peer):
         model = new_model(lesson, config, device)
         head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
         head.weight = model.tokens.weight
-        layers = [lesson.Embed(model), *model.blocks, model.norm, head]
+        model.positions.forward = partial(lesson.add_positions, model.positions)
+        layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
         schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
         n_stages = 1 + max(action.stage for action in schedule[-1])
         ends = lesson.split_layers(layers, n_stages)
         pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule)
-        pipe.device = device
+        pipe.loss = torch.zeros((), dtype=torch.float64, device=device)
         stages = [
-            pipelining.PipelineStage(module, int(number), n_stages, device)
-            for number, module in pipe.stages.items()
+            pipelining.PipelineStage(module, pipe.rank + chunk * pipe.world_size, n_stages, device)
+            for chunk, module in enumerate(pipe.stages)
         ]
         make = getattr(pipelining, SCHEDULES[config.schedule])
         several = config.schedule == "interleaved"
@@ -301,7 +302,7 @@ def peers_of(name):
         peers["FSDP2"] = partial(fsdp2, True, False)
         peers["FSDP2, explicit prefetch"] = partial(fsdp2, True, True)
         peers["FSDP2, no reshard"] = partial(fsdp2, False, False)
-    if name.startswith("zero"):
+    if name in ("zero1", "zero2", "zero3"):
         stage = int(name[-1])
         installed = importlib.util.find_spec("deepspeed")
         for title, *how in (
