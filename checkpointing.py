@@ -3,8 +3,8 @@
 Idea
     Backward needs what forward computed, in a transformer block 16bsh numbers. A checkpoint keeps the block's
     input, drops the rest, and runs the block's forward again in backward (arXiv 1604.06174).
-    Selective recomputation also keeps what is slow to compute but small, the outputs of matrix products, and
-    recomputes what is fast but large: scores, softmax, GELU, norms (arXiv 2205.05198, section 5).
+    Selective recomputation also keeps the outputs of matrix products and of attention, and recomputes what is
+    fast: norms, GELU, scores and softmax if not fused (after arXiv 2205.05198, section 5).
 
 Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
     parameters     (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
@@ -15,7 +15,7 @@ Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b se
     activations    wbs(h(10L+2)+2)+mbs(aL+v)       with --policy selective; in backward 7wbsh more
 
 Communication
-    Ranks train on the same batch, as the ranks of a tensor-parallel group do.
+    None: ranks train on the same batch, as those of a tensor-parallel group do.
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
 Costs
@@ -48,7 +48,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Slow operators with small outputs. (Not bmm: attention without a fused kernel computes its scores with it.)
+# Operators too slow to run twice. (Not bmm: attention without a fused kernel computes its scores with it.)
 aten = torch.ops.aten
 EXPENSIVE = {aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention}
 EXPENSIVE |= {aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention}
@@ -134,7 +134,7 @@ class Keep(TorchDispatchMode):
         if operator.overloadpacket not in self.operators:
             return operator(*args, **(kwargs or {}))
         self.number += 1
-        if self.number > len(self.outputs):
+        if self.number > len(self.outputs):  # the first run
             result = operator(*args, **(kwargs or {}))
             # Here detach() would start a new count of in-place changes; with the guard it shares the old.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -178,11 +178,10 @@ class MasterWeights:
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_, but exact: that sums squares in the gradients' own dtype."""
-    grads = [param.grad for param in params]
-    norm = sum(grad.square().sum(dtype=torch.float64) for grad in grads).sqrt()
-    for grad in grads:
-        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+    """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
+    params = list(params)
+    norm = sum(param.grad.square().sum(dtype=torch.float64) for param in params).sqrt()
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 

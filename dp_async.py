@@ -150,8 +150,8 @@ class Server:
             return None
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         norm = sum(grad.square().sum(dtype=torch.float64) for grad in grads).sqrt() / self.pushes_per_update
-        for grad in grads:
-            grad.mul_((self.max_norm / (norm + 1e-6)).clamp(max=1) / self.pushes_per_update)
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1) / self.pushes_per_update
+        torch._foreach_mul_(grads, scale)
         self.optimizer.step()
         self.module.zero_grad()
         self.version += 1

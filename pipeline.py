@@ -2,18 +2,17 @@
 
 Idea
     Rank i holds stage i, consecutive layers with about 1/N of the parameters. A batch is cut into k
-    microbatches, and all stages work at once, each on another one. Before its first backward a rank has done
-    1 forward in naive, k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B (arXiv
-    2104.04473, section 2.2) gives rank i the stages i, N+i, ...
+    microbatches, so that all stages work at once, each on a different one. Before its first backward a rank
+    does 1 forward in naive, k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B
+    (arXiv 2104.04473, section 2.2) gives rank i the stages i, N+i, ...
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wR
     optimizer     KR        K the moments: AdamW 8, in fp64 16; SGD 0
-    Activations of the microbatches in flight: naive 1, gpipe k, 1f1b min(k, N-i); interleaved, with C stages
-    on a rank, of min(Ck, (C+1)N-2i-1) stages (if N divides k).
+    In flight, each with its activations: naive 1, gpipe k, 1f1b min(k,N-i), interleaved min(Ck,(C+1)N-2i-1).
 
-Communication (1f1b, 4 ranks, 6 microbatches: F forward, B backward, . idle, the "bubble")
+Communication (1f1b, 4 ranks, 6 microbatches, times of F and B alike; . is idle, the "bubble")
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
@@ -29,7 +28,7 @@ Run
     torchrun --nproc_per_node=8 pipeline.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Data parallelism beside it, making a layer on its rank alone, messages of several tensors or shapes.
+    Data parallelism beside it, creating each layer on its rank alone, messages of several tensors or shapes.
 """
 
 import argparse
@@ -57,9 +56,7 @@ NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's 
 def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
     """The Actions of each of n_stages ranks, in order. name: naive, gpipe, 1f1b, or interleaved."""
     n_chunks = max(n_chunks, 2) if name == "interleaved" and n_stages > 1 else 1
-    together = min(n_stages, n_microbatches)  # so many pass through a chunk, then through the next one
-    while n_microbatches % together:
-        together += 1
+    assert n_chunks == 1 or n_microbatches % n_stages == 0, "n_microbatches must be a multiple of n_stages"
     total = n_chunks * n_microbatches
     schedule = []
     for rank in range(n_stages):
@@ -67,17 +64,17 @@ def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
             "naive": 0,
             "gpipe": n_microbatches,
             "1f1b": n_stages - 1 - rank,
-            "interleaved": 2 * (n_stages - 1 - rank) + (n_chunks - 1) * together,
+            "interleaved": 2 * (n_stages - 1 - rank) + (n_chunks - 1) * n_stages,
         }[name]
         actions = []
         for turn in range(total + warmup):  # warmup: F alone; steady: F and B in turn; cooldown: B alone
             for op, nth in (("F", turn), ("B", turn - warmup)):
                 if 0 <= nth < total:
-                    passed, nth = divmod(nth, n_chunks * together)
-                    chunk, k = divmod(nth, together)
+                    group, rest = divmod(nth, n_chunks * n_stages)  # n_stages pass all chunks, then the next
+                    chunk, k = divmod(rest, n_stages)
                     if op == "B":
                         chunk = n_chunks - 1 - chunk
-                    actions.append(Action(op, chunk * n_stages + rank, passed * together + k))
+                    actions.append(Action(op, chunk * n_stages + rank, group * n_stages + k))
         schedule.append(actions)
     return schedule
 
@@ -86,9 +83,9 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
     """The idle part of the longest time from a rank's first action to its last (arXiv 2401.10241, 5.3).
     Times: t_f of F, t_b and t_w of the gradients of a stage's inputs and weights, t_comm of a message."""
     duration = {"F": t_f, "B": t_b + t_w}
-    arrival = defaultdict(float)  # {action: when what it needs is there}, until nothing changes any more
+    arrival = defaultdict(float)  # {action: when what it needs is there}
     before = None
-    while arrival != before:
+    while arrival != before:  # until nothing changes any more
         before = arrival.copy()
         longest = 0
         for actions in schedule:
@@ -101,7 +98,7 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
 
 
 def split_layers(layers, n_stages):
-    """Where each stage ends: near its equal share of the parameters, and after one layer at least."""
+    """Where each stage ends: near its equal share of the parameters (of memory, not of time)."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     ends = []
     for end in range(1, len(layers)):
@@ -115,9 +112,8 @@ def split_layers(layers, n_stages):
 class Pipeline(nn.Module):
     """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
 
-    layers: modules, each called with the output of the one before. ends: where stages end; all but the last
-    return one tensor, of one shape. loss_function(output, target): a mean. A parameter in several stages is
-    tied. A step: step(); clip_grad_norm_(); optimizer.step(), of pipe.parameters(), which are this rank's.
+    layers: modules, each called with the output of the one before: between stages one tensor, of one shape.
+    ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's.
     """
 
     def __init__(self, layers, ends, loss_function, schedule):
@@ -129,9 +125,11 @@ class Pipeline(nn.Module):
         self.last_stage = len(ends) - 1
         self.stages = nn.ModuleList()
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
+        start = 0
+        for stage, end in enumerate(ends):
             rank = stage % self.world_size
             module = nn.Sequential(*layers[start:end])
+            start = end
             if rank == self.rank:
                 self.stages.append(module)
             for param in module.parameters():
@@ -143,15 +141,15 @@ class Pipeline(nn.Module):
                 self.ties[param] = dist.new_group(sorted(ranks))  # all ranks must call it
             if self.rank not in ranks:
                 param.untyped_storage().resize_(0)
-        # NCCL queues a group's messages: a group for each direction, two if both neighbors are one rank.
+        # NCCL runs a group's messages between two ranks in turn: F and B have groups for either direction.
         self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
         self.like = [None]  # a meta tensor like all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
-        self.ahead = 0  # in the first step, in which NCCL connects: receives would wait for each other
+        self.ahead = 0  # step 1 posts none early: the first message of two ranks on NCCL waits for both
 
     def step(self, inputs, targets):
-        """Add up the gradients of a batch, lists of microbatches. Returns its mean loss, on every rank."""
+        """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         self.to_post = deque(a for a in self.actions if 0 <= a.stage - NEXT[a.op] <= self.last_stage)
         alive = {}  # {(stage, microbatch): (input, where its backward begins)}
@@ -164,11 +162,12 @@ class Pipeline(nn.Module):
                     self.loss += output.detach()
                 else:
                     self._send("F", stage + 1, output.detach())
-                    output = get_gradient_edge(output.requires_grad_())  # frees it once it has been sent
+                    output = get_gradient_edge(output.requires_grad_())  # output itself is freed
                 alive[stage, k] = (x, output)
             else:
                 x, output = alive.pop((stage, k))
-                torch.autograd.backward(output, None if stage == self.last_stage else self._receive())
+                gradient = None if stage == self.last_stage else self._receive()
+                torch.autograd.backward(output, gradient)
                 if stage > 0:
                     self._send("B", stage - 1, x.grad)
         self._finish()
@@ -199,8 +198,7 @@ class Pipeline(nn.Module):
         if self.like[0] is None:  # rank 0's first output tells all ranks the shape
             self.like[0] = tensor.to("meta")
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
-        group = self.groups[op][stage % 2]
-        self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, group))
+        self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op][stage % 2]))
         if len(self.sent) > AHEAD:
             self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
 
@@ -253,6 +251,8 @@ def train(config):
     head.weight = model.tokens.weight
     model.positions.forward = partial(add_positions, model.positions)
     layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
+    if config.schedule == "interleaved" and config.accum % dist.get_world_size():
+        refuse(f"--accum {config.accum}: must be a multiple of the ranks with --schedule interleaved")
     schedule = build_schedule(config.schedule, dist.get_world_size(), config.accum)
     n_stages = 1 + max(action.stage for action in schedule[-1])
     if n_stages > len(layers):

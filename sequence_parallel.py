@@ -11,12 +11,12 @@ Memory (bytes; P parameters; N ranks; microbatches of b sequences)
     optimizer     K(P/N+(6L+2)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
     activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     m max(w, 4); whole are two numbers of a loss
 
-Communication (backward of an MLP; in forward nothing hides the collectives)
+Communication (backward of an MLP; in forward nothing hides them)
     compute | down, gelu | up: gradient of x | up: gradients of weight and bias | norm, proj, attention, ...
     network |            | all-gather of x   | reduce-scatter of its gradient   |
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
-    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         an all-to-all and a local sum, which send the same
+    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         an all-to-all and a sum; gloo's is an all-reduce
     all-gather        kbs((6L+3)wh+2m)(N-1)/N         a third of them gather again
     all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is whole, once; a loss's maximum
 
@@ -46,7 +46,7 @@ import torch.nn.functional as F
 
 
 class Enter(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward (the paper's g), with the linear layer behind it."""
+    """A linear layer of all-gathered tokens; backward reduce-scatters their gradient (the paper's g)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -91,7 +91,7 @@ def start_all_gather(x):
 
 
 def start_reduce_scatter(x):
-    """Start to exchange x (B, T, D). Returns the work and what it fills, (N, B, T/N, D), to be summed."""
+    """Start an all-to-all of x (B, T, D). Returns work and what it fills, (N, B, T/N, D), to be summed."""
     given = torch.stack(x.chunk(dist.get_world_size(), 1))
     received = torch.empty_like(given)
     return dist.all_to_all_single(received, given, async_op=True), received
@@ -141,9 +141,9 @@ PLAN = {  # pattern of names: (forward, dim of the weight that is split, matrice
 
 
 class SequenceParallel:
-    """As TensorParallel, with (B, T/N, D) between the layers of the plan, which must have all matrices.
+    """As TensorParallel, with (B, T/N, D) between its layers. Every matrix must be in the plan.
 
-    A step: backwards, of the ranks' own shares of one loss; clip_grad_norm_(); optimizer.step().
+    A step: backward() of the ranks' own shares of one loss; clip_grad_norm_(); optimizer.step().
     """
 
     def __init__(self, module, plan):
@@ -168,7 +168,7 @@ class SequenceParallel:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients to a global norm of max_norm at most. Returns the norm before, in fp64."""
+        """Sum the gradients of what is whole; scale all to a norm of max_norm at most. Returns it before."""
         params = [param for param in self.module.parameters() if param.grad is not None]
         whole = [param.grad for param in params if param not in self.split]
         flat_grad = nn.utils.parameters_to_vector(whole)
@@ -180,8 +180,7 @@ class SequenceParallel:
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        for param in params:
-            param.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
     def full_state_dict(self):
@@ -388,7 +387,7 @@ class ParallelGPT(GPT):
     """A GPT whose head, this rank's part of the embedding, gives logits (B, T, V/N) of tokens (B, T)."""
 
     def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions.weight  # both of this rank's T/N tokens
         for block in self.blocks:
             x = block(x)
         return Enter.apply(self.norm(x), self.tokens.weight, None)

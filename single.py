@@ -65,15 +65,14 @@ class MasterWeights:
 def clip_grad_norm_(params, max_norm):
     """Scale the gradients to a global norm of at most max_norm. Returns the norm before, an fp64 scalar.
 
-    torch.nn.utils.clip_grad_norm_, but exact: that sums squares in the gradients' own dtype.
+    torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype.
     """
-    grads = [param.grad for param in params]
+    params = list(params)
     squares = 0
-    for grad in grads:
-        squares += grad.square().sum(dtype=torch.float64)
+    for param in params:
+        squares += param.grad.square().sum(dtype=torch.float64)
     norm = squares.sqrt()
-    for grad in grads:
-        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 

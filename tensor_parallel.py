@@ -1,17 +1,17 @@
 """Tensor parallelism: each layer's matrices are split over the ranks, which all work on the same batch.
 
 Idea
-    An MLP is f(xA)B. Split A by columns and B by rows: rank r computes f(xA_r)B_r, and the sum over ranks is
-    the MLP's output. A column-parallel and a row-parallel layer need one all-reduce, and so does attention,
-    split by heads (Megatron-LM, arXiv 1909.08053, section 3). Every rank computes all norms and residuals.
+    An MLP is GELU(xA)B. Split A by columns and B by rows: rank r computes GELU(xA_r)B_r, and the sum over
+    ranks is the MLP's output. So an MLP needs an all-reduce in forward and one in backward, and so does
+    attention, split by heads (Megatron-LM, arXiv 1909.08053, section 3). All ranks compute all norms.
 
 Memory (bytes; P parameters; N ranks; microbatches of b sequences)
     parameters    (w+c)(P/N+(6L+2+s)h(N-1)/N)             w a weight: fp32 4, bf16 2, fp64 8; c its master
     gradients     w(P/N+(6L+2+s)h(N-1)/N)                 norms, row-parallel biases and positions are whole
     optimizer     K(P/N+(6L+2+s)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
-    activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)   m max(w, 4); inputs of norms and columns whole
+    activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)   m max(w, 4); inputs of norms, qkv, up whole
 
-Communication (backward of an MLP; in forward nothing hides the all-reduce behind a row-parallel layer)
+Communication (backward of an MLP; in forward nothing hides the all-reduce after a row-parallel layer)
     compute | down, gelu, up: gradient of x | up: gradients of weight and bias | norm, proj, attention, ...
     network |                               | all-reduce                       |
 
@@ -23,8 +23,8 @@ Run
     torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 32 --vocab 50304 --dtype bf16
 
 Left out
-    Data parallelism beside it, overlap in forward, weights made in shards, dropout (inside the pairs each
-    rank needs its own seed), ignored targets, an embedding's padding, autocast.
+    Data parallelism beside it, overlap in forward, creating weights already split, dropout (inside the pairs
+    each rank needs its own seed), ignored targets, an embedding's padding, autocast.
 """
 
 import argparse
@@ -45,7 +45,7 @@ import torch.nn.functional as F
 
 
 class Enter(torch.autograd.Function):
-    """Identity forward, all-reduce backward (the paper's f), under the gradients of the linear layer here."""
+    """A linear layer of an x that all ranks have; backward all-reduces x's gradient (the paper's f)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -124,7 +124,7 @@ class TensorParallel:
     """Splits the layers of a plan such as PLAN, in place. All ranks start with rank 0's weights.
 
     The caller divides by N what the module knows of its sizes, such as its number of heads. A step:
-    backwards, of the same batch on all ranks; clip_grad_norm_(); optimizer.step().
+    backward() of the same microbatches on all ranks; clip_grad_norm_(); optimizer.step().
     """
 
     def __init__(self, module, plan):
@@ -159,8 +159,7 @@ class TensorParallel:
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        for param in params:
-            param.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
     def full_state_dict(self):

@@ -229,7 +229,7 @@ class Unit:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
         self.grad_views[weight].add_(weight.grad)
-        weight.grad = None
+        weight.grad = None  # freed
 
     def start_reduce(self):
         """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
@@ -247,7 +247,7 @@ class Unit:
             # Over gloo N rows have been received, else one.
             shard = self.received.view(-1, len(self.own)).sum(0)
             self.grad_shard = shard if self.grad_shard is None else self.grad_shard + shard
-            self.flat_grad.untyped_storage().resize_(0)
+            self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
 
 

@@ -4,7 +4,8 @@ Idea
     Backward computes two things: B, the gradient of a stage's input, which the stage before waits for, and
     W, the gradients of its weights, which nobody waits for. 1F1B does both at once. Here W comes later, when
     a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). ZB-H1 holds as much as 1F1B's rank 0 on
-    each rank; ZB-H2 begins with twice as many forwards, and has no idle time if F, B and W take equally long.
+    each rank. ZB-H2 begins with about twice as many forwards, and no rank is idle between its first action
+    and its last, if F, B and W take equally long (as the gradients' norm is awaited, not between steps).
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
@@ -29,8 +30,7 @@ Run
     torchrun --nproc_per_node=8 zero_bubble.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Schedules found by search, ZB-V, the optimizer's step that does not wait for the norm (section 4), and W
-    of other layers than nn.Linear: their weights' gradients, and biases', come with B.
+    Schedules found by search, ZB-V, steps that do not wait for the norm (section 4), W of all but nn.Linear.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")
 AHEAD = 4  # receives posted before they are needed, and sends that have not been waited for
-NEXT = {"F": 1, "B": -1, "W": math.inf}  # the stages that results go to, of W to none
+NEXT = {"F": 1, "B": -1, "W": math.inf}  # how many stages on a result is needed; that of W nowhere
 
 
 def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
@@ -60,9 +60,9 @@ def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
     assert n_chunks == 1, "these schedules have one stage for each rank"
     schedule = []
     for rank in range(n_stages):
-        times = 2 if name == "zb-h2" else 1
-        warmup = times * (n_stages - 1 - rank)
-        delay = times * rank  # so many B go before their W
+        depth = 2 if name == "zb-h2" else 1
+        warmup = depth * (n_stages - 1 - rank)
+        delay = depth * rank  # so many B go before their W
         begins = {"F": 0, "B": warmup}
         if name != "1f1b":
             begins["W"] = warmup + delay
@@ -81,9 +81,9 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
     duration = {"F": t_f, "B": t_b, "W": t_w}
     if schedule[0][-1].op == "B":  # it does W, too
         duration["B"] += t_w
-    arrival = defaultdict(float)  # {action: when what it needs is there}, until nothing changes any more
+    arrival = defaultdict(float)  # {action: when what it needs is there}
     before = None
-    while arrival != before:
+    while arrival != before:  # until nothing changes any more
         before = arrival.copy()
         longest = 0
         for actions in schedule:
@@ -96,7 +96,7 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
 
 
 def split_layers(layers, n_stages):
-    """Where each stage ends: near its equal share of the parameters, and after one layer at least."""
+    """Where each stage ends: near its equal share of the parameters (of memory, not of time)."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     ends = []
     for end in range(1, len(layers)):
@@ -108,7 +108,7 @@ def split_layers(layers, n_stages):
 
 
 class DeferredLinear(torch.autograd.Function):
-    """A linear layer whose backward is B (section 2), and leaves what W needs in the last list of `later`."""
+    """A linear layer whose backward is B (section 2), and puts the factors of W into `later`."""
 
     @staticmethod
     def forward(ctx, later, weight, bias, x):
@@ -121,17 +121,15 @@ class DeferredLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        ctx.later[-1].append((ctx.weight, rows, x.flatten(0, -2)))
-        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return None, None, grad_bias, grad @ ctx.weight
+        ctx.later[-1].append((ctx.weight, rows, x.detach().flatten(0, -2)))
+        return None, None, rows.sum(0) if ctx.needs_input_grad[2] else None, grad @ ctx.weight
 
 
 class Pipeline(nn.Module):
     """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
 
-    layers: modules, each called with the output of the one before. ends: where stages end; all but the last
-    return one tensor, of one shape. loss_function(output, target): a mean. A parameter in several stages is
-    tied. A step: step(); clip_grad_norm_(); optimizer.step(), of pipe.parameters(), which are this rank's.
+    layers: modules, each called with the output of the one before: between stages one tensor, of one shape.
+    ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's.
     """
 
     def __init__(self, layers, ends, loss_function, schedule):
@@ -141,8 +139,10 @@ class Pipeline(nn.Module):
         self.actions = schedule[self.rank]
         self.last_stage = len(ends) - 1
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        for rank, (start, end) in enumerate(zip([0, *ends], ends)):
+        start = 0
+        for rank, end in enumerate(ends):
             module = nn.Sequential(*layers[start:end])
+            start = end
             if rank == self.rank:
                 self.stage = module
             for param in module.parameters():
@@ -159,14 +159,14 @@ class Pipeline(nn.Module):
                 self.ties[param] = dist.new_group(sorted(ranks))  # all ranks must call it
             if self.rank not in ranks:
                 param.untyped_storage().resize_(0)
-        self.groups = {op: dist.new_group() for op in "FB"}  # NCCL queues a group's messages
+        self.groups = {op: dist.new_group() for op in "FB"}  # NCCL runs a group's messages in turn
         self.like = [None]  # a meta tensor like all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
-        self.ahead = 0  # in the first step, in which NCCL connects: receives would wait for each other
+        self.ahead = 0  # step 1 posts none early: the first message of two ranks on NCCL waits for both
 
     def step(self, inputs, targets):
-        """Add up the gradients of a batch, lists of microbatches. Returns its mean loss, on every rank."""
+        """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         self.to_post = deque(a for a in self.actions if 0 <= a.stage - NEXT[a.op] <= self.last_stage)
         alive = {}  # {(stage, microbatch): (input, where its backward begins)}
@@ -179,16 +179,19 @@ class Pipeline(nn.Module):
                     self.loss += output.detach()
                 else:
                     self._send("F", stage + 1, output.detach())
-                    output = get_gradient_edge(output.requires_grad_())  # frees it once it has been sent
+                    output = get_gradient_edge(output.requires_grad_())  # output itself is freed
                 alive[stage, k] = (x, output)
             elif op == "B":
                 self.later.append([])
                 x, output = alive.pop((stage, k))
-                torch.autograd.backward(output, None if stage == self.last_stage else self._receive())
+                gradient = None if stage == self.last_stage else self._receive()
+                torch.autograd.backward(output, gradient)
             if op == "W" or (op == "B" and not self.split):
                 for weight, rows, columns in self.later.popleft():
-                    weight.backward(rows.t() @ columns)
-            if op == "B" and stage > 0:
+                    if weight.grad is None:
+                        weight.grad = torch.zeros_like(weight)
+                    weight.grad.addmm_(rows.t(), columns)
+            if op == "B" and stage > 0:  # in 1f1b only after W: what zero bubble improves on
                 self._send("B", stage - 1, x.grad)
         self._finish()
         return self.loss

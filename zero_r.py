@@ -3,8 +3,8 @@
 Idea
     Backward needs what forward computed, in a transformer block 16bsh numbers. A checkpoint keeps the block's
     input, drops the rest, and runs the block's forward again in backward (arXiv 1604.06174).
-    Tensor-parallel ranks have equal inputs: each keeps 1/N, on the GPU (P_a) or on the host (P_a+cpu). While
-    block 4 recomputes, they all-gather the input of block 3 (ZeRO, arXiv 1910.02054, section 6.1).
+    Tensor-parallel ranks have equal inputs: each keeps 1/N, on the GPU (P_a) or on the host (P_a+cpu; ZeRO,
+    arXiv 1910.02054, section 6.1). While block 4 recomputes, they all-gather the input of block 3.
 
 Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
     parameters     (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
@@ -74,7 +74,7 @@ class Checkpoint:
         self.store = store
         self.stored = store.put(x)
         self.fetched = None  # (x, work to wait for), while x is on its way back
-        self.before = store.last() if store.last else None  # the checkpoint that backward needs next
+        self.previous = store.last() if store.last else None  # the checkpoint that backward needs next
         store.last = weakref.ref(self)
         self.random_states = swap_random_states()
         self.dropped = []  # (shape, dtype) by number
@@ -104,8 +104,8 @@ class Checkpoint:
         x, work = self.fetch()
         self.fetched = None
         work.wait()
-        if self.before:
-            self.before.fetch()
+        if self.previous:
+            self.previous.fetch()
         self.recomputed = {}
         before = swap_random_states(self.random_states)
         with suppress(Enough), torch.enable_grad():
@@ -195,11 +195,10 @@ class MasterWeights:
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_, but exact: that sums squares in the gradients' own dtype."""
-    grads = [param.grad for param in params]
-    norm = sum(grad.square().sum(dtype=torch.float64) for grad in grads).sqrt()
-    for grad in grads:
-        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+    """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
+    params = list(params)
+    norm = sum(param.grad.square().sum(dtype=torch.float64) for param in params).sqrt()
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 

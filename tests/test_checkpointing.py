@@ -331,7 +331,7 @@ MUTANTS = {
     ],
     "zero_r": [
         ("self.fetched or self.store", "self.store", check_events, "another order"),
-        ("            self.before.fetch()", "            pass", check_events, "another order"),
+        ("            self.previous.fetch()", "            pass", check_events, "another order"),
         ("store.last = weakref.ref(self)", "store.last = lambda: self", check_events, "outlives"),
         ("torch.empty_like(own, **self.where)", "own", check_events, "not 1/N"),
         ("        work.wait()\n", "", check_pairs, "another gradient"),

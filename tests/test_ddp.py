@@ -13,7 +13,7 @@ from tests.harness import apart, load, rejects, world
 from tests.test_zero import Late, Odd, Wide, batches, train_plain
 
 
-def train_odd(name, late=False, **options):
+def train_odd(name, late, options):
     """On a rank: how far the weights of an Odd are from train_plain()'s after the same steps."""
     torch.manual_seed(0)
     model = Odd().double()
@@ -47,11 +47,7 @@ def late_all_reduce(tensor, group=None, async_op=False):
 
 
 def check_odd(name, size=3, late=False, **options):
-    assert max(world(size).run(train_odd_with, name, late, options)) < 1e-12, "weights differ"
-
-
-def train_odd_with(name, late, options):
-    return train_odd(name, late, **options)
+    assert max(world(size).run(train_odd, name, late, options)) < 1e-12, "weights differ"
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}])
@@ -62,10 +58,6 @@ def test_any_module_trains_from_rank_0s_weights(size, options):
 
 def check_late(name):
     check_odd(name, 2, late=True)
-
-
-def test_every_all_reduce_is_waited_for():
-    check_late("ddp")
 
 
 @pytest.mark.parametrize("flags", ["--no-overlap", "--bucket-cap-mb 0", "--bucket-cap-mb 0.02"])
@@ -98,10 +90,6 @@ def check_gradients(name):
         assert from_torch < 1e-12, "not the gradients of torch's DistributedDataParallel"
         assert from_plain < 1e-12, "not the gradients of an all-reduce after backward"
         assert are_views, "gradients are not views of buckets"
-
-
-def test_gradients_are_torchs_and_the_plain_ways_and_views_of_buckets():
-    check_gradients("ddp")
 
 
 # ---- buckets, and when they leave ----
@@ -151,14 +139,11 @@ class Forwards(Backwards):
         return nn.Sequential(*self.layers)(x)
 
 
+LATER = {"overlap": False}
 ORDERS = [  # a bucket leaves when it is full and those before it have left
     (Forwards, {}, "left 3, landed 3, left 2, landed 2, left 1, landed 1, left 0, landed 0, end"),
     (Backwards, {}, "landed 0, landed 1, landed 2, left 3, left 2, left 1, left 0, landed 3, end"),
-    (
-        Forwards,
-        {"overlap": False},
-        "landed 3, landed 2, landed 1, landed 0, end, left 3, left 2, left 1, left 0",
-    ),
+    (Forwards, LATER, "landed 3, landed 2, landed 1, landed 0, end, left 3, left 2, left 1, left 0"),
 ]
 
 
@@ -166,10 +151,6 @@ def check_order(name):
     for model_class, options, expected in ORDERS:
         for log in world(2).run(events, name, model_class, options):
             assert ", ".join(log) == expected, f"another order: {', '.join(log)}"
-
-
-def test_buckets_leave_in_one_order_while_backward_computes():
-    check_order("ddp")
 
 
 def bucket_sizes(name, numels, cap):
@@ -187,10 +168,6 @@ def check_buckets(name):
     assert [len(size) for size in sizes] == [1] + [2] * 9 + [1], f"not 1 MiB and then 25: {sizes}"
     sizes = world(1).run(bucket_sizes, name, [mib // 2] * 8, 2)[0]
     assert sizes == [[7, 6], [5, 4, 3, 2], [1, 0]], f"not 1 MiB and then 2: {sizes}"
-
-
-def test_the_first_bucket_is_small_and_the_others_are_a_fifth():
-    check_buckets("ddp")
 
 
 def misuse_and_norm(name):
@@ -214,11 +191,20 @@ def check_misuse_and_norm(name):
     assert said == "all backwards of a step but the last belong in no_sync()"
 
 
-def test_a_second_backward_is_refused_and_the_norm_of_10_million_elements_exact():
-    check_misuse_and_norm("ddp")
+PROMISES = {
+    "every all reduce is waited for": check_late,
+    "gradients are torch's and the plain way's and views of buckets": check_gradients,
+    "buckets leave in one order while backward computes": check_order,
+    "the first bucket is small and the others are a fifth": check_buckets,
+    "a second backward is refused and the norm of 10 million elements is exact": check_misuse_and_norm,
+}
 
 
-# ---- mutants ----
+@pytest.mark.parametrize("check", PROMISES.values(), ids=PROMISES)
+def test_each_promise_is_kept(check):
+    check("ddp")
+
+
 # ---- mutants ----
 
 

@@ -58,6 +58,8 @@ def check_schedules(name):
     lesson = load(name)
     stem = Path(name).stem
     for schedule_name, p, m in itertools.product(SCHEDULES[stem], range(1, 6), range(1, 13)):
+        if schedule_name == "interleaved" and m % p:
+            continue
         chunks = 2 if schedule_name == "interleaved" and p > 1 else 1
         schedule = lesson.build_schedule(schedule_name, p, m)
         ops = "FBW" if schedule_name.startswith("zb") else "FB"
@@ -69,19 +71,13 @@ def check_schedules(name):
             most |= {"interleaved": min(chunks * m, (chunks + 1) * p - 2 * i - 1), "zb-h1": min(m, p)}
             most["zb-h2"] = min(m, 2 * p - 1)
             assert {action.stage % p for action in actions} == {i}, "another rank's stage"
-            if schedule_name != "interleaved" or m % p == 0:
-                found = in_flight(actions)
-                assert found == most[schedule_name], f"{schedule_name}: {found} in flight"
+            found = in_flight(actions)
+            assert found == most[schedule_name], f"{schedule_name}: {found} in flight"
             for op, step in (("F", 1), ("B", -1)):  # messages come in the order in which they are needed
                 sent = [a[1:] for a in actions if a.op == op and 0 <= a.stage + step < p * chunks]
                 needed = [a for a in schedule[(i + step) % p] if a.op == op]
                 needed = [(a.stage - step, a.microbatch) for a in needed if 0 <= a.stage - step < p * chunks]
                 assert sent == needed, "messages come in another order than they are needed"
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_are_complete_and_hold_what_they_promise(name):
-    check_schedules(name)
 
 
 PUBLISHED = [  # arXiv 2401.10241, table 5
@@ -110,11 +106,6 @@ def check_bubbles(name):
         expected = idle.get(schedule_name, (p - 1) * (t_f + t_b + t_w))
         rate = lesson.bubble_rate(lesson.build_schedule(schedule_name, p, m), t_f, t_b, t_w)
         assert abs(rate - expected / (ideal + expected)) < 1e-9, f"{schedule_name}: not the closed form"
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_bubble_rates_are_the_published_ones_and_the_closed_forms(name):
-    check_bubbles(name)
 
 
 @pytest.mark.parametrize("name, schedule", [("pipeline", "1f1b"), ("zero_bubble", "zb-h1")])
@@ -226,11 +217,6 @@ def check_layers(name):
                 assert emptied, "a rank holds what others need"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_any_layers_train_from_rank_0s_weights_tied_shared_or_frozen(name):
-    check_layers(name)
-
-
 def against_torch(name, schedule_name, peer, chunks):
     """On a rank: how far the gradients are from those of torch.distributed.pipelining."""
     from torch.distributed import pipelining
@@ -309,9 +295,18 @@ def check_held(name):
             assert left == 5, f"{left} messages kept at once, not 5"
 
 
+PROMISES = {
+    "schedules are complete and hold what they promise": check_schedules,
+    "bubble rates are the published ones and the closed forms": check_bubbles,
+    "any layers train from rank 0's weights tied shared or frozen": check_layers,
+    "a rank holds its microbatches in flight and posts receives ahead": check_held,
+}
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_rank_holds_its_microbatches_in_flight_and_posts_receives_ahead(name):
-    check_held(name)
+@pytest.mark.parametrize("check", PROMISES.values(), ids=PROMISES)
+def test_each_promise_is_kept(check, name):
+    check(name)
 
 
 # ---- mutants ----
@@ -319,7 +314,7 @@ def test_a_rank_holds_its_microbatches_in_flight_and_posts_receives_ahead(name):
 
 MUTANTS = [
     ("pipeline", '"1f1b": n_stages - 1', '"1f1b": n_stages', check_schedules, "1f1b: 2 in flight"),
-    ("pipeline", "(n_chunks - 1) * together", "n_chunks - 1", check_schedules, "no rank can go on"),
+    ("pipeline", "(n_chunks - 1) * n_stages", "n_chunks - 1", check_schedules, "no rank can go on"),
     ("pipeline", "k] = now + t_comm", "k] = now", check_bubbles, "not the published rate"),
     ("zero_bubble", "now - began)", "now)", check_bubbles, "zb-h2: not the closed form"),
     ("pipeline", " / len(targets)", "", check_parity, "losses differ"),
@@ -336,11 +331,12 @@ MUTANTS = [
     ("pipeline", "self.ahead = AHEAD", "pass", check_held, "1 receives posted"),
     ("pipeline", "if len(self.sent) > AHEAD", "if False", check_held, "messages kept"),
     ("pipeline", "param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
-    ("zero_bubble", "delay = times * rank", "delay = times * rank + 1", check_schedules, "in flight"),
-    ("zero_bubble", "times = 2", "times = 3", check_bubbles, "not the published rate"),
+    ("zero_bubble", "delay = depth * rank", "delay = depth * rank + 1", check_schedules, "in flight"),
+    ("zero_bubble", "depth = 2", "depth = 3", check_bubbles, "not the published rate"),
     ("zero_bubble", "rows.sum(0) if ctx.needs_input_grad[2] else None", "None", check_zb, "losses differ"),
     ("zero_bubble", 'duration["B"] += t_w', "pass", check_bubbles, "1f1b: not the published rate"),
-    ("zero_bubble", "weight.backward(rows.t() @", "weight.grad = (rows.t() @", check_zb, "losses differ"),
+    ("zero_bubble", "x.detach().flatten", "x.flatten", check_held, "inputs are kept"),
+    ("zero_bubble", ".addmm_(rows.t(), columns)", ".copy_(rows.t() @ columns)", check_zb, "losses differ"),
 ]  # fmt: skip
 
 

@@ -19,20 +19,14 @@ SEVENTY = "--layers 80 --hidden 8192 --heads 64 --vocab 128256 --seq 4096"
 
 def printed(plan, flags):
     """(what plan.py prints, its exit code, its lines on stderr) for a command line."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as errors,
-    ):
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:
             plan.plan(plan.parse(flags.split()))
             code = 0
         except SystemExit as end:
             code = end.code
     return out.getvalue(), code, errors.getvalue().splitlines()
-
-
-def job_of(plan, flags):
-    return plan.parse(flags.split())
 
 
 def check_figure_1(name):
@@ -46,10 +40,6 @@ def check_figure_1(name):
     expected |= {"ZeRO-2": ["16.6", "29.5", "yes"], "ZeRO-3": ["1.88", "44.3", "yes"]}
     assert {stage: rows[stage] for stage in expected} == expected, f"not Figure 1: {out}"
     assert out.splitlines()[-1].startswith("Take ZeRO-2: "), "another advice"
-
-
-def test_zeros_figure_1_comes_out():
-    check_figure_1("plan")
 
 
 def check_counts(name):
@@ -71,16 +61,11 @@ def check_counts(name):
             split = (count - whole - shape.vocab * shape.hidden) // t + -(-shape.vocab // t) * shape.hidden
             own = plan.parameters(shape.layers, shape.hidden, shape.vocab, shape.seq, t)
             assert own == split + whole, "another split of tensors"
-        job = job_of(plan, f"--size {size}")
+        job = plan.parse(f"--size {size}".split())
         for p in (2, 3, shape.layers):
             stages = sum(plan.replica(job, 1, p, i)[0] for i in range(p))
-            assert stages == count + shape.vocab * shape.hidden, (
-                "stages lack parameters"
-            )  # the tied one twice
-
-
-def test_counts_are_the_toy_gpts():
-    check_counts("plan")
+            twice = shape.vocab * shape.hidden  # the tied one
+            assert stages == count + twice, "stages lack parameters"
 
 
 def check_whole_model(name):
@@ -88,25 +73,20 @@ def check_whole_model(name):
     plan = load(name)
     fp32 = plan.states(0, plan.parameters(32, 4096, 128256, 1024), 1, "fp32")
     assert fp32["parameters"] / 2**30 == 25.979034423828125, "other bytes of parameters"
-    kept = plan.activations(job_of(plan, LLAMA).shape, 1, ends=(True, False))
+    kept = plan.activations(plan.parse(LLAMA.split()).shape, 1, ends=(True, False))
     assert kept / 2**30 == 28.5078125, "other bytes of activations"
     matrices = 2 * 4096 * 128256 + 32 * 13 * 4096**2  # gated MLPs, grouped heads, an untied head, no norms
     mixed, wide = (plan.states(0, matrices, 1, precision) for precision in ("mixed", "fp32"))
-    found = [mixed["parameters"], mixed["gradients"], wide["optimizer"]]
-    assert [f"{size / 2**30:.3f}" for size in found] == ["14.957", "14.957", "59.828"], (
-        "other bytes of states"
-    )
+    sizes = mixed["parameters"], mixed["gradients"], wide["optimizer"]
+    found = [f"{size / 2**30:.3f}" for size in sizes]
+    assert found == ["14.957", "14.957", "59.828"], "other bytes of states"
     assert mixed["optimizer"] == wide["optimizer"] + 4 * matrices, "no fp32 weights"
-
-
-def test_whole_models_have_their_published_bytes():
-    check_whole_model("plan")
 
 
 def check_layer(name):
     """Table 2 of arXiv 2205.05198, in 16 bits, and what it says of GPT-3."""
     plan = load(name)
-    shape, b, t = job_of(plan, GPT3).shape, 3, 8
+    shape, b, t = plan.parse(GPT3.split()).shape, 3, 8
     sbh, scores = shape.seq * b * shape.hidden, 5 * shape.heads * shape.seq / shape.hidden
     table = {
         ("none", 1, False): sbh * (34 + scores),
@@ -132,10 +112,6 @@ def check_layer(name):
     assert again == sbh / t * (34 + scores) - 2 * sbh / t, "a recomputed layer is whole for a moment"
 
 
-def test_activations_are_those_of_table_2():
-    check_layer("plan")
-
-
 def check_wire(name):
     """P(N-1)/N times 2, 2, 1 + k and 3k; 8bsh of tensor parallelism; bsh each way over each boundary."""
     plan = load(name)
@@ -143,7 +119,7 @@ def check_wire(name):
         sent = [plan.wire(stage, 640, 64, k, width) / width for stage in range(4) for width in (2, 4)]
         expected = [times * 640 * 63 / 64 for times in (2, 2, 2, 2, 1 + k, 1 + k, 3 * k, 3 * k)]
         assert sent == expected, "other bytes of a ZeRO stage"
-    job = job_of(plan, "--size gpt2 --micro-batch 2 --accum 3 --gpus 16")
+    job = plan.parse(["--size", "gpt2", "--micro-batch", "2", "--accum", "3", "--gpus", "16"])
     bsh = 2 * job.shape.seq * job.shape.hidden
     for recompute, sequence, times in ("none", False, 8), ("selective", True, 10), ("full", False, 12):
         moved = plan.tensor_wire(job.shape, 2, recompute, 4, sequence, 2, 3)
@@ -157,14 +133,10 @@ def check_wire(name):
     assert found["bytes"]["sent_per_step"] == within + plan.wire(1, params, 2, 24), "not their sum"
 
 
-def test_bytes_sent_are_those_of_the_papers():
-    check_wire("plan")
-
-
 def check_stages(name, flags="--layers 14 --hidden 24 --heads 12 --vocab 16 --seq 64 --gpus 96"):
     """Every legal t x p x d, by the stage that holds most and the one that sends most."""
     plan = load(name)
-    job = job_of(plan, flags)
+    job = plan.parse(flags.split())
     inside = min(job.gpus, job.gpus_per_node)
     legal = set()
     for t in range(1, inside + 1):
@@ -218,12 +190,8 @@ ADVICE = {
 def check_advice(name):
     plan = load(name)
     for flags, expected in ADVICE.items():
-        _, why = plan.advise([job_of(plan, flags)])
+        _, why = plan.advise([plan.parse(flags.split())])
         assert why.startswith(expected), f"{flags}: {why}"
-
-
-def test_the_advice_is_the_simplest_that_fits():
-    check_advice("plan")
 
 
 def check_lessons(name):
@@ -245,8 +213,20 @@ def check_lessons(name):
             assert sent == plan.wire(stage, P, N, k, w), f"{lesson} sends another number of bytes"
 
 
-def test_the_docstrings_of_the_lessons_say_the_same():
-    check_lessons("plan")
+PROMISES = {
+    "ZeRO's figure 1 comes out": check_figure_1,
+    "counts are the toy GPT's": check_counts,
+    "whole models have their published bytes": check_whole_model,
+    "activations are those of table 2": check_layer,
+    "bytes sent are those of the papers": check_wire,
+    "the advice is the simplest that fits": check_advice,
+    "the docstrings of the lessons say the same": check_lessons,
+}
+
+
+@pytest.mark.parametrize("check", PROMISES.values(), ids=PROMISES)
+def test_each_promise_is_kept(check):
+    check("plan")
 
 
 BAD = {

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-COLORS = {"forward": "#4c8bf5", "backward": "#e8833a", "step, or W": "#3aa675", "network": "#8e6fd8"}
+COLORS = {"forward": "#4c8bf5", "backward": "#e8833a", "step": "#3aa675", "network": "#8e6fd8"}
 PARTS = {"parameters": "#4c8bf5", "gradients": "#e8833a", "optimizer": "#3aa675"}
 GREY = "#808890"  # text and lines, on any background
 
@@ -111,7 +111,7 @@ def ratios(benches, target):
 
 
 def lanes(rows, title, target, legend):
-    """Rows {label: [(start, length, color, text)]} of bars in time."""
+    """Rows {label: [(start, length, color, text)]} of bars in time. legend: {what: color}."""
     figure, axes = plt.subplots(figsize=(10, 0.9 + 0.42 * len(rows)))
     for y, bars in enumerate(rows.values()):
         for start, length, color, text in bars:
@@ -121,7 +121,7 @@ def lanes(rows, title, target, legend):
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.set(title=title)
-    colors = [plt.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in legend]
+    colors = [plt.Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
     axes.legend(colors, legend, ncols=len(legend), loc="upper center", bbox_to_anchor=(0.5, -0.15))
     save(figure, target)
 
@@ -141,7 +141,7 @@ def timeline(traces, target):
             done = rows["compute"][-1] if rows["compute"] else (0, 0)
             if start >= done[0] + done[1]:  # else it is a part of that one
                 phase = "forward" if event["ts"] < turns[0] else "backward"
-                phase = "step, or W" if event["ts"] > turns[-1] else phase
+                phase = "step" if event["ts"] > turns[-1] else phase
                 rows["compute"].append((start, length, COLORS[phase], ""))
     ms = (events[-1]["ts"] - begin) / 1e3
     lanes(rows, f"{target.stem}: a step of {ms:.0f} ms", target, COLORS)
@@ -167,7 +167,9 @@ def schedule(lesson, name, n_ranks, n_microbatches, target):
                 start = max(arrived, bars[-1][0] + bars[-1][1] if bars else 0)
                 finished[own.pop(0)] = start + length[op]
                 bars.append((start, length[op], colors[op], str(k)))
-    lanes(rows, f"{name}: {n_ranks} ranks, {n_microbatches} microbatches", target, list(COLORS)[: 2 + split])
+    phases = ("forward", "backward of inputs", "of weights") if split else ("forward", "backward")
+    legend = dict(zip(phases, COLORS.values()))
+    lanes(rows, f"{name}: {n_ranks} ranks, {n_microbatches} microbatches", target, legend)
 
 
 def main(kind, *paths):

@@ -4,8 +4,8 @@
 #   tools/hosts.sh HOSTS RATE [--ranks-per-host K] -- ddp.py --size small ...
 #   tools/hosts.sh 2 1gbit -- ddp.py --size small
 #
-# Runs torchrun with --nnodes=HOSTS, one agent in each namespace; exits with the first host's status, and takes
-# everything down however it ends.
+# Runs torchrun with --nnodes=HOSTS, one agent in each namespace; exits with a host's status if one fails, and
+# takes everything down however it ends.
 set -euo pipefail
 
 usage="usage: tools/hosts.sh HOSTS RATE [--ranks-per-host K] -- SCRIPT [ARGUMENT ...]"
