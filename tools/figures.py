@@ -122,7 +122,7 @@ def lanes(rows, title, target, legend):
     axes.invert_yaxis()
     axes.set(title=title)
     colors = [plt.Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
-    axes.legend(colors, legend, ncols=len(legend), loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    axes.legend(colors, legend, ncols=len(legend), loc="upper center", bbox_to_anchor=(0.5, -0.22))
     save(figure, target)
 
 
