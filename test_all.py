@@ -33,6 +33,7 @@ class Lesson:
 
 BAD_SLOW = ("--slow 9=4", "--slow 1", "--slow 0=0.5", "--slow 0=x", "--slow x=2", "--slow 0=nan")
 BAD_SPLIT = ("--heads 9", "--vocab 254")
+BAD_STAGES = ("--schedule zb-h1", "--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")
 
 LESSONS = [
     Lesson("single", worlds=(1,)),
@@ -44,7 +45,7 @@ LESSONS = [
     Lesson("zero3", bad_flags=("--prefetch -1",)),
     Lesson("tensor_parallel", bad_flags=BAD_SPLIT, flags="--vocab 252"),
     Lesson("sequence_parallel", bad_flags=(*BAD_SPLIT, "--context 15"), flags="--vocab 252 --context 12"),
-    Lesson("pipeline", bad_flags=("--schedule zb-h1", "--schedule interleaved")),
+    Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
     Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload")),
     Lesson("zero_r", bad_flags=("--policy full",)),

@@ -205,9 +205,6 @@ def test_each_promise_is_kept(check):
     check("ddp")
 
 
-# ---- mutants ----
-
-
 def check_bf16(name):
     check_ledger(name, 2, "--dtype bf16")
 
