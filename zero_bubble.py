@@ -150,7 +150,7 @@ class Pipeline(nn.Module):
         self.split = self.actions[-1].op == "W"
         self.later = deque()  # for each W to come, what it needs of each linear layer
         for layer in self.modules():
-            if isinstance(layer, nn.Linear) and layer.weight.requires_grad:
+            if type(layer) is nn.Linear and layer.weight.requires_grad:
                 layer.forward = partial(DeferredLinear.apply, self.later, layer.weight, layer.bias)
         self.ties = {}  # {parameter: the group that adds up its gradients}
         for param, ranks in self.ranks_of.items():

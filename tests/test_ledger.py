@@ -94,15 +94,17 @@ def simulated(name, lesson_name, ranks, rank, flags, backend):
     return result
 
 
+def simulate(*arguments):
+    try:
+        return world(1).run(simulated, *arguments, timeout=100)[0]
+    finally:
+        world(1).close(kill=True)
+
+
 def check_simulation(name, lesson, flags=""):
     """A simulated rank over gloo holds and sends what the real ones do, to the byte."""
     real, _ = train(lesson, 4, f"{EVEN} {flags}", watched=True)
-    try:
-        ranks = [
-            world(1).run(simulated, name, lesson, 4, rank, f"{EVEN} {flags}", "gloo")[0] for rank in (0, 3)
-        ]
-    finally:
-        world(1).close(kill=True)
+    ranks = [simulate(name, lesson, 4, rank, f"{EVEN} {flags}", "gloo") for rank in (0, 3)]
     for result in ranks:
         assert result["held"] == real["held"], f"held: {result['held']}, not {real['held']}"
         assert result["sent"] == real["sent"], f"sent: {result['sent']}, not {real['sent']}"
@@ -114,16 +116,19 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(lesson):
     check_simulation("tools/ledger", lesson, "--dtype bf16")
 
 
+def test_a_simulated_stage_sends_what_a_real_one_does():
+    real, _ = train("pipeline", 4, f"{EVEN} --accum 4", watched=True)
+    result = simulate("tools/ledger", "pipeline", 4, 1, f"{EVEN} --accum 4", "gloo")
+    assert result["sent"]["send"] == real["sent"]["send"]
+
+
 FIGURE_1 = {"zero2": 16.6, "zero3": 1.88}  # GB, arXiv 1910.02054
 
 
 @pytest.mark.parametrize("lesson", FIGURE_1)
 def test_zeros_figure_1_comes_out_of_the_code(lesson):
     flags = "--size 7.5b --dtype bf16 --steps 2 --batch 64 --device cpu"
-    try:
-        result = world(1).run(simulated, "tools/ledger", lesson, 64, 5, flags, "nccl", timeout=100)[0]
-    finally:
-        world(1).close(kill=True)
+    result = simulate("tools/ledger", lesson, 64, 5, flags, "nccl")
     held = sum(row["measured"] for row in result["held"].values()) / 1e9
     # In flight: the root and two units of gradients, in zero3.py of weights, too; a parameter's gradient.
     unit, root, largest = 2 * 0.2273, 2 * 0.2276, 2 * 0.2187

@@ -23,9 +23,6 @@ SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble
 EVERY = [(name, schedule) for name, schedules in SCHEDULES.items() for schedule in schedules]
 
 
-# ---- schedules, without a process ----
-
-
 def play(lesson, schedule):
     """[what each rank does in each unit of time], if each action takes one."""
     last = max(action.stage for action in schedule[-1])
