@@ -37,6 +37,7 @@ BAD_STAGES = ("--schedule zb-h1", "--schedule interleaved", "--accum 6 --layers 
 
 LESSONS = [
     Lesson("single", worlds=(1,)),
+    Lesson("collectives"),
     Lesson("dp_threads", bad_flags=("--replicas 0", "--replicas 17")),
     Lesson("dp_async", bad_flags=("--workers 0", "--mode any", "--staleness -1", *BAD_SLOW)),
     Lesson("ddp", bad_flags=("--bucket-cap-mb x", "--batch 7")),

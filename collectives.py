@@ -1,0 +1,359 @@
+"""Collectives: what an all-reduce is made of, from send and receive alone.
+
+Idea
+    A ring cuts x into N chunks, and in every round each rank passes one to its right neighbor: no rank sends
+    more than it must, but there are many rounds. Doubling takes lg N, which is what counts for a few bytes
+    (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH"). In
+    all functions x is flat and contiguous, of any dtype and length, the same on all ranks, and has S bytes.
+
+Memory (bytes; P parameters)
+    parameters    (w+c)P                 w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     2mP+min(1,N-1)mP/N     m: fp32 4, fp64 8; each, all in a flat tensor, and a chunk received
+    optimizer     KP                     K the moments: AdamW 8, in fp64 16; SGD 0
+
+Communication (ring_all_reduce: the chunk that a rank sends in each round)
+    reduce-scatter: 1  2   all-gather:  3  4
+    rank 0          2  1                0  2
+    rank 1          0  2                1  0
+    rank 2          1  0                2  1
+
+Costs (bytes that a rank sends in a step with --train; the others' stand with each function)
+    send          2mP(N-1)/N
+
+Run
+    torchrun --nproc_per_node=4 collectives.py    (tools/links.py: every collective, alpha, beta, bandwidth)
+    torchrun --nproc_per_node=8 collectives.py --train --noise-scale --size gpt2-xl --dtype bf16 --batch 64
+
+Left out
+    Rings that know hosts, several rings at once, sums in the network. NCCL must have connected all ranks.
+"""
+
+import argparse
+import os
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+def exchange(given, to, received, source, group):
+    """Send and receive at once: if all ranks of a ring sent first, none would receive."""
+    size = dist.get_world_size(group)
+    ops = [
+        dist.P2POp(dist.irecv, received, group=group, group_peer=source % size),
+        dist.P2POp(dist.isend, given, group=group, group_peer=to % size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def tree_broadcast(x, src=0, group=None):
+    """Copy rank src's x to all. lg N rounds of S bytes, from all ranks that have it."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    place = (rank - src) % world_size
+    reached = 1
+    while reached < world_size:
+        if place < min(reached, world_size - reached):
+            dist.send(x, group_dst=(rank + reached) % world_size, group=group)
+        elif reached <= place < 2 * reached:
+            dist.recv(x, group_src=(rank - reached) % world_size, group=group)
+        reached *= 2
+
+
+def ring_reduce_scatter(x, group=None, out=None):
+    """Return chunk `rank` of the sum of all ranks' x, cut by tensor_split. N-1 rounds, S(N-1)/N bytes."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if out is None:
+        out = x.clone()  # else out is x, in which partial sums may stand
+    chunks = out.tensor_split(world_size)
+    buffer = torch.empty_like(chunks[0])
+    for i in range(1, world_size):
+        own = chunks[rank - i - 1]
+        received = buffer[: len(own)]
+        exchange(chunks[rank - i], rank + 1, received, rank - 1, group)
+        own += received
+    return chunks[rank]
+
+
+def ring_all_gather(shard, group=None, out=None):
+    """Return all ranks' shards, equally long, in order. N-1 rounds, S(N-1)/N bytes of the whole S."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if out is None:
+        out = shard.repeat(world_size)  # else shard is a chunk of out
+    chunks = out.tensor_split(world_size)
+    for i in range(world_size - 1):
+        exchange(chunks[rank - i], rank + 1, chunks[rank - i - 1], rank - 1, group)
+    return out
+
+
+def ring_all_reduce(x, group=None):
+    """Make x the sum of all ranks' x, in the same bits everywhere, as each chunk is summed on one rank."""
+    ring_all_gather(ring_reduce_scatter(x, group, out=x), group, out=x)
+
+
+def recursive_doubling_all_reduce(x, group=None):
+    """Make x the sum, with partners whose ranks differ in one bit. lg N rounds of S bytes."""
+    received = torch.empty_like(x)
+    with folded(x, group) as partners:
+        for partner in partners:
+            exchange(x, partner, received, partner, group)
+            x += received
+
+
+def halving_doubling_all_reduce(x, group=None):
+    """Rabenseifner's: partners halve what they sum, and then go back. 2 lg N rounds, 2S(N-1)/N bytes."""
+    kept = x
+    halves = []
+    with folded(x, group) as partners:
+        for partner in partners:
+            low, high = kept.tensor_split(2)
+            kept, given = (low, high) if dist.get_rank(group) < partner else (high, low)
+            received = torch.empty_like(kept)
+            exchange(given, partner, received, partner, group)
+            kept += received
+            halves.append((kept, given, partner))
+        for kept, given, partner in reversed(halves):
+            exchange(kept, partner, given, partner, group)
+
+
+@contextmanager
+def folded(x, group):
+    """Yield partners in 2^k ranks. One beyond adds its x to one's, and gets the sum: 2 rounds of S more."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    *partners, beyond = [rank ^ 2**i for i in range(world_size.bit_length())]
+    if beyond < rank:
+        dist.send(x, group_dst=beyond, group=group)
+        yield []
+        dist.recv(x, group_src=beyond, group=group)
+    elif beyond < world_size:
+        received = torch.empty_like(x)
+        dist.recv(received, group_src=beyond, group=group)
+        x += received
+        yield partners
+        dist.send(x, group_dst=beyond, group=group)
+    else:
+        yield partners
+
+
+def pairwise_all_to_all(x, group=None):
+    """Return chunk `rank` of each rank's x, in order. N-1 rounds with other partners, S(N-1)/N bytes."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    chunks = x.tensor_split(world_size)
+    out = chunks[rank].repeat(world_size, 1)
+    for i in range(1, world_size):
+        to = (rank + i) % world_size
+        exchange(chunks[to], to, out[rank - i], rank - i, group)
+    return out.flatten()
+
+
+def compare(config):
+    """Print the ms of each all-reduce, and of the library's, for 4 bytes, 32 bytes and so on."""
+    device, _ = set_up(config, replicas=1)
+    every = ring_all_reduce, recursive_doubling_all_reduce, halving_doubling_all_reduce, dist.all_reduce
+    x = torch.zeros(1, device=device)
+    while x.nbytes <= config.megabytes * 1e6:
+        line = f"{x.nbytes:>9} bytes"
+        for all_reduce in every:
+            all_reduce(x)
+            x[0].item()  # waits for the device, and all ranks
+            started = time.perf_counter()
+            for _ in range(5):
+                all_reduce(x)
+            x[0].item()
+            line += f" | {all_reduce.__name__} {200 * (time.perf_counter() - started):.2f} ms"
+        if dist.get_rank() == 0:
+            print(line)
+        x = x.repeat(8)
+
+
+def gradient_noise(sum_of_squares, square_of_mean, k, samples):
+    """Estimate (tr(Sigma), |G|^2) from k gradients' sum of |g|^2 and their mean's (1812.06162, A.1)."""
+    trace = samples / k * (sum_of_squares - k * square_of_mean) / (k - 1)
+    return torch.stack([trace, square_of_mean - trace / samples])
+
+
+def train(config):
+    """Train with these flags."""
+    device, text = set_up(config)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dtype = DTYPES[config.dtype]
+    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))  # in bf16, the masters
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    noise = 0
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
+        loss = 0
+        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
+            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            microloss = mean_loss(torch.func.functional_call(model, weights, inputs), targets) / config.accum
+            microloss.backward()
+            loss += microloss.detach()
+        grads = [param.grad for param in model.parameters()]
+        flat_grad = nn.utils.parameters_to_vector(grads)
+        sums = torch.stack([loss, flat_grad.norm(dtype=torch.float64) ** 2])
+        ring_all_reduce(sums)
+        ring_all_reduce(flat_grad)
+        nn.utils.vector_to_parameters(flat_grad.div_(world_size), grads)  # the mean over ranks
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or torch.inf)
+        noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
+        if config.noise_scale and rank == 0:
+            print(f"noise scale {noise[0] / noise[1]:.1f} sequences")
+        optimizer.step()
+        model.zero_grad()
+        print_step(config, step, sums[0] / world_size, grad_norm, started)
+    if config.save and rank == 0:
+        torch.save(model.to(dtype).state_dict(), config.save)
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--train", action="store_true", help="train with ring_all_reduce")
+    parser.add_argument("--noise-scale", action="store_true", help="train, and print tr(Sigma) / |G|^2")
+    parser.add_argument("--megabytes", type=float, default=20, help="the largest size without --train")
+    return parser.parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    config = parse()
+    (train if config.train or config.noise_scale else compare)(config)
+    dist.destroy_process_group()

@@ -1,0 +1,224 @@
+"""What is special to collectives.py: the library's results, bytes on the wire, gradient noise."""
+
+import io
+import itertools
+import math
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from test_all import check_parity
+from tests.harness import TINY, apart, load, rejects, world
+from tests.test_zero import Late
+
+ALL_REDUCES = ("ring_all_reduce", "recursive_doubling_all_reduce", "halving_doubling_all_reduce")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
+CASES = [(length, torch.float32) for length in (0, 1, 2, 5, 1003)] + [(12, dtype) for dtype in DTYPES]
+
+
+def compare(name, cases, members):
+    """On a rank: hold each algorithm to the library, for these (length, dtype), in a group of these ranks."""
+    lesson = load(name)
+    group = dist.new_group(members)
+    if members and dist.get_rank() not in members:
+        return
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def rows_of(x):
+        rows = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(rows, x, group=group)
+        return torch.stack(rows)
+
+    for length, dtype in cases:
+        generator = torch.Generator().manual_seed(100 * rank + length)
+        x = torch.randint(-20, 20, (length,), generator=generator).to(dtype)  # whose sums are exact
+        inexact = torch.randn(length, generator=generator)
+        rows = rows_of(x)
+        total = rows.sum(0, dtype=dtype)
+        found = {each: (x.clone(), total) for each in ALL_REDUCES}
+        for each, (own, _) in found.items():
+            getattr(lesson, each)(own, group=group)
+            own = inexact.clone()
+            getattr(lesson, each)(own, group=group)
+            assert (rows_of(own) == own).all(), f"{each}: ranks have other bits"
+        for src in range(size):
+            found[src] = x.clone(), rows[src]
+            lesson.tree_broadcast(found[src][0], src, group=group)
+        shard = lesson.ring_reduce_scatter(x, group=group)
+        found["ring_reduce_scatter"] = shard, total.tensor_split(size)[rank]
+        found["ring_all_gather"] = lesson.ring_all_gather(x, group=group), rows.flatten()
+        pieces = torch.cat([row.tensor_split(size)[rank] for row in rows])
+        found["pairwise_all_to_all"] = lesson.pairwise_all_to_all(x, group=group), pieces
+        for each, (own, expected) in found.items():
+            assert torch.equal(own, expected), f"{each} of {length} {dtype}: not the library's"
+
+
+def check_equal(name, size=3, cases=CASES[-5:-4], members=None):
+    world(size).run(compare, name, cases, members)
+
+
+@pytest.mark.parametrize("size, members", [*enumerate([None] * 7), (5, [1, 3, 4])][1:])
+def test_every_algorithm_equals_the_librarys(size, members):
+    check_equal("collectives", size, CASES, members)
+
+
+def check_four(name):
+    check_equal(name, 4)
+
+
+def bytes_by_interface(name, numel):
+    """On a rank: {algorithm: bytes sent by all ranks}, the least of 5 times, as TCP may send twice."""
+    lesson, sent = load(name), {}
+    counter = Path("/sys/class/net/lo/statistics/tx_bytes")
+    whole = ("tree_broadcast", "ring_reduce_scatter", "pairwise_all_to_all", *ALL_REDUCES)
+    for each in (*whole, "ring_all_gather") * 5:
+        x = torch.zeros(numel if each in whole else numel // dist.get_world_size())
+        dist.barrier()
+        before = int(counter.read_text())
+        dist.barrier()
+        getattr(lesson, each)(x)
+        dist.barrier()
+        sent[each] = min(int(counter.read_text()) - before, sent.get(each, math.inf))
+    return sent
+
+
+def check_bytes(name, size=4, numel=5_000_000):
+    sent = world(size).run(bytes_by_interface, name, numel)[0]
+    power = 2 ** (size.bit_length() - 1)
+    doubled = power * (power.bit_length() - 1) + 2 * (size - power)
+    shares = dict.fromkeys(sent, size - 1) | {"recursive_doubling_all_reduce": doubled}
+    shares |= dict.fromkeys(("ring_all_reduce", "halving_doubling_all_reduce"), 2 * (size - 1))
+    for each, share in shares.items():
+        ratio = sent[each] / (4 * numel * share)
+        assert 0.99 < ratio < 1.01, f"{each} sent {ratio:.3f} of the formula's bytes"
+
+
+@pytest.mark.skipif(not Path("/sys/class/net/lo").exists(), reason="reads Linux' counters")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_sends_the_bytes_of_its_formula(size):
+    check_bytes("collectives", size)
+
+
+def late(name):
+    """On a rank: a ring's sum if what is received is there when it was waited for, and not before."""
+    batch = dist.batch_isend_irecv
+
+    def late_batch(ops):
+        (op,) = (op for op in ops if op.op is dist.irecv)
+        tensor, op.tensor = op.tensor, torch.empty_like(op.tensor)
+        tensor.fill_(torch.nan)
+        return [Late(work, tensor, op.tensor) for work in batch(ops)]
+
+    x = torch.ones(10)
+    with mock.patch.object(dist, "batch_isend_irecv", late_batch):
+        load(name).ring_all_reduce(x)
+    assert x.tolist() == [2] * 10, f"not waited for: {x}"
+
+
+def check_waits(name):
+    world(2).run(late, name)
+
+
+def printed(name, function, flags):
+    """On a rank: the lines that a lesson's function prints."""
+    lesson = load(name)
+    with redirect_stdout(io.StringIO()) as stdout:
+        getattr(lesson, function)(lesson.parse(flags.split()))
+    return stdout.getvalue().splitlines()
+
+
+def check_table(name):
+    lines, others = world(2).run(printed, name, "compare", "--megabytes 0.01")
+    assert not others, "another rank prints"
+    assert [int(line.split()[0]) for line in lines[1:]] == [4, 32, 256, 2048], f"other sizes: {lines}"
+    for each in (*ALL_REDUCES, "all_reduce"):
+        assert all(re.search(rf"\| {each} \d+\.\d\d ms", line) for line in lines[1:]), f"no {each}"
+
+
+def check_noise(name):
+    """Over all batches of 2 x 2 of 3 samples of a linear model, the estimates' mean is the truth."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets, weight = (torch.randn(3, n, generator=generator).double() for n in (4, 1, 4))
+    gradients = 2 * (inputs @ weight[0] - targets[:, 0])[:, None] * inputs  # of the squared errors
+    estimates, estimate = [], load(name).gradient_noise
+    for batch in itertools.product(range(3), repeat=4):
+        means = gradients[list(batch)].view(2, 2, 4).mean(1)
+        estimates.append(estimate(means.square().sum(), means.mean(0).square().sum(), 2, 4))
+    trace, square = torch.stack(estimates).mean(0)
+    assert apart(trace, torch.cov(gradients.T, correction=0).trace()) < 1e-12, "the trace has a bias"
+    assert apart(square, gradients.mean(0).square().sum()) < 1e-12, "the square has a bias"
+
+
+def own_noise(name, flags):
+    """On a rank: what --noise-scale must print at learning rate 0, from the gradients of two ranks."""
+    lesson, lines, noise = load(name), [], 0
+    config = lesson.parse(flags.split())
+    device, text = lesson.set_up(config)
+    model = lesson.GPT(config).double()
+    for step in (1, 2, 3):
+        grads = []
+        for rank in (0, 1):
+            inputs, targets = map(torch.cat, zip(*lesson.microbatches(config, text, step, device, rank, 2)))
+            loss = lesson.mean_loss(model(inputs), targets)
+            grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, model.parameters())]))
+        squares, mean = torch.stack(grads).square().sum(), sum(grads) / 2
+        noise = 0.95 * noise + lesson.gradient_noise(squares, mean.square().sum(), 2, config.batch)
+        lines.append(f"noise scale {noise[0] / noise[1]:.1f} sequences")
+    return lines
+
+
+def check_noise_scale(name):
+    flags = f"{TINY} --noise-scale --dtype fp64 --accum 3 --lr 0 --clip 0.1"
+    lines, others = world(2).run(printed, name, "train", flags)
+    assert not others, "another rank prints"
+    expected = world(2).run(own_noise, name, flags)[0]
+    assert lines[1::2] == expected, f"says {lines[1::2]}, but it is {expected}"
+
+
+@pytest.mark.parametrize("check", [check_waits, check_table, check_noise, check_noise_scale])
+def test_each_promise_is_kept(check):
+    check("collectives")
+
+
+def test_the_model_of_a_link_is_fitted_and_crosses_where_the_paper_says():
+    links, rows, alpha, beta = load("tools/links"), [], 2e-4, 1e-9
+    paths = ("recursive_doubling", 2, 2), ("halving_doubling", 4, 1.5), ("ring_all_reduce", 6, 1.5)  # 4 ranks
+    for size, (name, rounds, path) in itertools.product((4, 2**19, 2**21), paths):
+        seconds = rounds * alpha + path * size * beta
+        rows.append(links.Row(name, rounds, path, path, 1.5, size, seconds))
+    assert links.fit(rows) == pytest.approx((alpha, beta)) and rows[-1].model == pytest.approx(seconds)
+    predicted, first, then = links.crossover(rows, "halving_doubling", alpha, beta)
+    assert predicted == pytest.approx(2 * alpha / (beta * (2 - 2 * 3 / 4)))
+    assert (first, then) == (2**19, 2**21)
+    assert links.crossover(rows, "ring_all_reduce", alpha, beta)[0] == pytest.approx(2 * predicted)
+
+
+MUTANTS = [
+    ("own = chunks[rank - i - 1]\n", "own = chunks[rank - i]\n", check_equal, "ring_all_reduce"),
+    ("own += received", "own -= received", check_equal, "ring_all_reduce"),
+    ("out = x.clone()", "out = x", check_equal, "ring_all_gather"),
+    ("for i in range(world_size - 1):", "for i in range(world_size - 2):", check_equal, "ring_all_reduce"),
+    ("        reached *= 2", "        reached *= 3", check_four, "0 of"),
+    ("x += received\n        yield", "yield", check_equal, "recursive_doubling"),
+    ("            kept += received", "            pass", check_four, "halving_doubling"),
+    ("reversed(halves)", "halves", check_four, "halving_doubling"),
+    ("out[rank - i]", "out[rank - i - 1]", check_equal, "pairwise"),
+    ("        work.wait()", "        pass", check_waits, "not waited for"),
+    ("exchange(given, partner, received", "exchange(x, partner, x.clone()", check_bytes, "halving"),
+    ("* (sum_of_squares - k *", "* (sum_of_squares -", check_noise, "the trace has a bias"),
+    ("- trace / samples", "", check_noise, "the square has a bias"),
+    ("ring_all_reduce(sums)", "pass", check_noise_scale, "but it is"),
+    ("0.95 * noise", "0.5 * noise", check_noise_scale, "but it is"),
+    ("flat_grad.div_(world_size)", "flat_grad", check_parity, "differ"),
+    ("ring_all_reduce(flat_grad)", "pass", check_parity, "differ"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("old, new, check, reason", MUTANTS)
+def test_a_mutant_is_rejected(old, new, check, reason, tmp_path):
+    rejects(check, reason, "collectives", old, new, tmp_path)
