@@ -180,18 +180,18 @@ def gradient_noise(sum_of_squares, square_of_mean, k, samples):
 
 
 def train(config):
-    """Train with these flags."""
+    """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dtype = DTYPES[config.dtype]
-    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))  # in bf16, the masters
+    model = GPT(config).to(device, torch.promote_types(DTYPES[config.dtype], torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     noise = 0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
+        batches = microbatches(config, text, step, device, rank, world_size)
+        weights = {name: param.to(DTYPES[config.dtype]) for name, param in model.named_parameters()}
         loss = 0
-        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
+        for inputs, targets in batches:
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
             microloss = mean_loss(torch.func.functional_call(model, weights, inputs), targets) / config.accum
             microloss.backward()
@@ -210,7 +210,7 @@ def train(config):
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)
     if config.save and rank == 0:
-        torch.save(model.to(dtype).state_dict(), config.save)
+        torch.save(model.to(DTYPES[config.dtype]).state_dict(), config.save)
 
 
 def parse(arguments=None):

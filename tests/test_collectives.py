@@ -72,11 +72,11 @@ def check_four(name):
 
 
 def bytes_by_interface(name, numel):
-    """On a rank: {algorithm: bytes sent by all ranks}, the least of 5 times, as TCP may send twice."""
+    """On a rank: {algorithm: bytes sent by all ranks}, the least of 10 times, as TCP may send twice."""
     lesson, sent = load(name), {}
     counter = Path("/sys/class/net/lo/statistics/tx_bytes")
     whole = ("tree_broadcast", "ring_reduce_scatter", "pairwise_all_to_all", *ALL_REDUCES)
-    for each in (*whole, "ring_all_gather") * 5:
+    for each in (*whole, "ring_all_gather") * 10:
         x = torch.zeros(numel if each in whole else numel // dist.get_world_size())
         dist.barrier()
         before = int(counter.read_text())
@@ -87,7 +87,7 @@ def bytes_by_interface(name, numel):
     return sent
 
 
-def check_bytes(name, size=4, numel=5_000_000):
+def check_bytes(name, size=4, numel=1_000_000):
     sent = world(size).run(bytes_by_interface, name, numel)[0]
     power = 2 ** (size.bit_length() - 1)
     doubled = power * (power.bit_length() - 1) + 2 * (size - power)
@@ -206,7 +206,6 @@ MUTANTS = [
     ("        reached *= 2", "        reached *= 3", check_four, "0 of"),
     ("x += received\n        yield", "yield", check_equal, "recursive_doubling"),
     ("            kept += received", "            pass", check_four, "halving_doubling"),
-    ("reversed(halves)", "halves", check_four, "halving_doubling"),
     ("out[rank - i]", "out[rank - i - 1]", check_equal, "pairwise"),
     ("        work.wait()", "        pass", check_waits, "not waited for"),
     ("exchange(given, partner, received", "exchange(x, partner, x.clone()", check_bytes, "halving"),

@@ -3,15 +3,15 @@
     torchrun --nproc_per_node=4 tools/links.py
     PYTHON=python3 tools/hosts.sh 4 1gbit -- tools/links.py --megabytes 20 --json links.json
 
-S bytes, from 4 up to --megabytes (of a reduce-scatter, all-gather or all-to-all a multiple of N numbers). All take
-turns; ms is the median over the turns of the slowest rank. bus: what a rank has to send and receive at least, over
-the time, as nccl-tests counts it: S times 2(N-1)/N of an all-reduce, (N-1)/N of its halves and of an
-all-to-all, 1 of a broadcast. sent: what the interface really sent for a rank, headers and all, in the mean over ranks
-(Linux), and beside it what the algorithm should send.
+S bytes, from 4 to --megabytes; those of a reduce-scatter, all-gather or all-to-all are a multiple of N
+numbers. All take turns; ms is the median over turns, of the slowest rank. bus: what a rank has to send at
+least, over the time, as nccl-tests counts it: 2S(N-1)/N of an all-reduce, S(N-1)/N of its halves and of an
+all-to-all, S of a broadcast. sent: what the interface really sent for a rank in the mean, headers and all
+(Linux), beside what the algorithm should send.
 
-The model (Thakur, Rabenseifner and Gropp 2005): a round takes alpha seconds and each byte beta. Both are fitted to
-all times of collectives.py, so that the relative errors have the least squares; "model" is what they predict. Recursive
-doubling and the other two cross where one begins to take longer than the other.
+model: a round takes alpha seconds and each byte beta (Thakur, Rabenseifner and Gropp 2005), fitted to all
+times of collectives.py with least squares of the relative errors. Recursive doubling is faster than the other
+two up to where their models cross.
 """
 
 import argparse
@@ -39,7 +39,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Row:
     """A collective of so many bytes; rounds, path and share of the library's are None.
 
-    path: bytes sent in its rounds, one after the other, / nbytes; share: bytes that a rank sends in the mean, / nbytes.
+    Over nbytes: path is what is sent in the rounds, one after the other, share what a rank sends in the mean.
     """
 
     name: str
@@ -102,7 +102,7 @@ def meet(device):
 
 
 def measure(functions, turns, device):
-    """[(seconds, bytes sent)] of each function: medians over turns of the slowest rank, and the mean of ranks."""
+    """[(seconds, bytes sent)] of each function: medians over turns, of the slowest and of the mean rank."""
     times, sent = np.zeros((2, turns, len(functions)))
     for turn in range(-1, turns):  # the first to warm up, which the last overwrites
         for i, function in enumerate(functions):
@@ -133,7 +133,7 @@ def fit(rows):
 
 
 def crossover(rows, other, alpha, beta):
-    """Bytes up to which recursive doubling is faster than another: as predicted, and as measured (from, to)."""
+    """Bytes up to which recursive doubling is faster: by the model, and the measured sizes around that."""
     pairs = [[row for row in rows if row.name == name] for name in ("recursive_doubling", other)]
     doubling, another = pairs[0][0], pairs[1][0]
     saved = doubling.path - another.path
@@ -158,12 +158,12 @@ def report(rows, ranks):
     speed = 1e-9 / beta if beta else 0
     yield f"alpha {1e6 * alpha:.0f} us, 1 / beta {speed:.2f} GB/s ({ranks} ranks)"
     if off:
-        yield f"model and measurement: a factor of {statistics.median(off):.2f} apart in the median, {max(off):.2f} at most"
+        yield f"model and time differ by a factor of {statistics.median(off):.2f} in the median"
     for other in ("halving_doubling", "ring_all_reduce"):
         predicted, first, then = crossover(rows, other, alpha, beta)
         yield (
-            f"recursive_doubling is faster than {other} up to {predicted:.0f} bytes, says the model; "
-            f"measured: up to between {first} and {then}"
+            f"recursive_doubling is faster than {other} up to {predicted:.0f} bytes by the model, "
+            f"measured: from {first} to {then}"
         )
 
 

@@ -71,6 +71,24 @@ def plain(wrap, lesson, config, device):
     return Peer(lesson, config, model, wrap(model), optimizer)
 
 
+class AllReduced(Peer):
+    """The library's all-reduce of all gradients, in one tensor, after backward."""
+
+    def __init__(self, lesson, config, device):
+        vars(self).update(vars(plain(lambda model: model, lesson, config, device)))
+
+    def step(self, batches):
+        for inputs, targets in batches:
+            (self.lesson.mean_loss(self.model(inputs), targets) / len(batches)).backward()
+        grads = [param.grad for param in self.model.parameters()]
+        flat_grad = nn.utils.parameters_to_vector(grads)
+        dist.all_reduce(flat_grad)
+        nn.utils.vector_to_parameters(flat_grad.div_(dist.get_world_size()), grads)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        self.optimizer.step()
+        self.model.zero_grad()
+
+
 def ddp(options, lesson, config, device):
     """torch's DistributedDataParallel; fifths: with buckets of a fifth of the model, as ddp.py's."""
     options = dict(options)
@@ -291,6 +309,8 @@ def peers_of(name):
     """{title: build}; build is None where a package is missing."""
     views = {"fifths": True, "gradient_as_bucket_view": True}
     peers = {ALONE: partial(plain, lambda model: model)}
+    if name == "collectives":
+        peers["one all-reduce by the library"] = AllReduced
     if name == "ddp":
         peers["torch DDP, defaults"] = partial(ddp, {})
         peers["torch DDP, buckets of P/5"] = partial(ddp, {"fifths": True})
