@@ -46,6 +46,11 @@ LESSONS = [
     Lesson("zero3", bad_flags=("--prefetch -1",)),
     Lesson("tensor_parallel", bad_flags=BAD_SPLIT, flags="--vocab 252"),
     Lesson("sequence_parallel", bad_flags=(*BAD_SPLIT, "--context 15"), flags="--vocab 252 --context 12"),
+    Lesson(
+        "context_parallel",
+        bad_flags=("--cp 3", "--cp -1", "--context 15", "--kind all"),
+        flags="--context 24",
+    ),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
     Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload")),

@@ -1,0 +1,395 @@
+"""Context parallelism: each rank has 1/N of every sequence's tokens; only attention needs those of others.
+
+Idea
+    Ring attention (arXiv 2310.01889): keys and values travel round a ring of ranks, and the softmax over a
+    block of keys is merged with that over earlier ones by their log-sum-exp. Ulysses (arXiv 2309.14509): an
+    all-to-all makes all tokens of 1/N of the heads from 1/N of the tokens, and another one goes back. As a
+    causal mask gives later tokens more work, rank i has the chunks i and 2N-1-i of 2N (zigzag) in a ring.
+
+Memory (bytes; P parameters; microbatches of b sequences; N ranks a sequence)
+    parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     2mP       m: fp32 4, fp64 8; each parameter's, and all in one flat tensor
+    optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
+    activations   bs((16L+2)wh+(4L+6)m+m(aL+v))/N
+
+Communication (forward of a ring, on rank 2 of 4; in backward also the gradients of k and v)
+    compute | q x k, v of rank 2 | q x k, v of rank 1 | q x k, v of rank 0 | q x k, v of rank 3
+    network | k, v of rank 1     | k, v of rank 0     | k, v of rank 3     |
+
+Costs (bytes that a rank sends in a step of k microbatches)
+    send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring
+    all-to-all    8wkLbsh(N-1)/NN             with --kind ulysses
+    all-reduce    2mP(N-1)/N
+
+Run
+    torchrun --nproc_per_node=2 context_parallel.py
+    torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --context 65536 --dtype bf16 --batch 1
+
+Left out
+    Rings of GPUs (with their flash kernels), masks other than causal, gradients that travel in backward.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.func import functional_call
+
+# (out, log-sum-exp of the scores) of attention to some keys; gradients of q, k, v from those over all keys
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+attention_of_one = F.scaled_dot_product_attention  # which train() replaces
+
+
+def shard_sequence(x, dim, order="zigzag", group=None):
+    """This rank's tokens of x: two of 2N chunks along dim."""
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    if x.shape[dim] % (2 * world_size):
+        raise ValueError(f"{x.shape[dim]} tokens: must be a multiple of 2 x {world_size} ranks")
+    chunks = x.chunk(2 * world_size, dim)
+    own = chunks[2 * rank : 2 * rank + 2]
+    if order == "zigzag":
+        own = chunks[rank], chunks[-1 - rank]
+    return torch.cat(own, dim)
+
+
+def ring_attention(q, k, v, group=None, order="zigzag", is_causal=True):
+    """Causal attention of q (B, H, T/N, D/H) to all ranks' k and v (B, K, T/N, D/H), where K divides H."""
+    return RingAttention.apply(q, k, v, group, order)
+
+
+class RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, group, order):
+        wide = torch.promote_types(q.dtype, torch.float32)  # blocks are merged in fp32 at least
+        out = torch.zeros_like(q, dtype=wide)
+        lse = torch.full_like(out[..., :1], -math.inf)  # log-sum-exp of the scores so far
+        for i, kv in enumerate(travel(torch.stack((k, v)), group)):
+            for rows, columns in visible(i, q.shape[2], group, order):
+                causal = i == 0
+                block, block_lse = flash(q[rows], *kv[columns], 0.0, causal)
+                merge(out[rows], lse[rows], block, block_lse.unsqueeze(-1))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        ctx.order = order
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        own_kv = torch.stack((k, v))
+        grad_q = torch.zeros_like(q, dtype=lse.dtype)
+        passed = torch.zeros_like(own_kv)  # gradients of kv that others added up, one step behind it
+        works = []
+        for i, kv in enumerate(travel(own_kv, ctx.group)):
+            grad_kv = torch.zeros_like(kv)
+            for rows, columns in visible(i, q.shape[2], ctx.group, ctx.order):
+                causal = i == 0
+                softmax = (
+                    out[rows],
+                    lse[rows].squeeze(-1).contiguous(),
+                )  # over all keys: arXiv 2307.08691, 3.1
+                block_q, *block_kv = flash_backward(grad[rows], q[rows], *kv[columns], *softmax, 0.0, causal)
+                grad_q[rows] += block_q
+                grad_kv[columns] += torch.stack(block_kv)
+            for work in works:
+                work.wait()  # for the gradients from the ranks that had this kv before
+            grad_kv += passed
+            passed, works = pass_on(grad_kv, ctx.group)
+        for work in works:
+            work.wait()
+        grad_k, grad_v = passed
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+
+
+def visible(i, length, group, order):
+    """Which of this rank's queries see which of rank - i's keys: [(index of rows, of columns)], or []."""
+    start = 0
+    stop = length
+    earlier = i <= dist.get_rank(group)
+    if order == "zigzag" and i > 0:
+        if earlier:
+            stop = length // 2  # of the other rank's chunks only the early one is before both of ours
+        else:
+            start = length // 2  # only our late chunk is after both of the other's
+    elif not earlier:
+        return []
+    return [(np.s_[..., start:, :], np.s_[..., :stop, :])]
+
+
+def travel(kv, group):
+    """Yield this rank's k and v, then those of rank - 1 and so on. While one is in use, the next comes."""
+    for _ in range(dist.get_world_size(group) - 1):
+        next_kv, works = pass_on(kv, group)
+        yield kv
+        for work in works:
+            work.wait()
+        kv = next_kv
+    yield kv
+
+
+def pass_on(tensor, group):
+    """Start sending to the next rank. Returns (what the previous one sends, works to wait for first)."""
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return tensor, []
+    received = torch.empty_like(tensor)
+    ops = [
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % world_size),
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % world_size),
+    ]
+    return received, dist.batch_isend_irecv(ops)
+
+
+def merge(out, lse, block, block_lse):
+    """Add a block of keys to the softmax over earlier ones; a sigmoid, as exponentials could overflow."""
+    block_share = torch.sigmoid(block_lse - lse)
+    out.lerp_(block.to(out.dtype), block_share)
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+def ulysses_attention(q, k, v, group=None, is_causal=True):
+    """The same for tokens in contiguous order, where N divides H and K."""
+    q = AllToAll.apply(q, 1, 2, group)  # (B, H/N, T, D/H)
+    k = AllToAll.apply(k, 1, 2, group)
+    v = AllToAll.apply(v, 1, 2, group)
+    out = attention_of_one(q, k, v, is_causal=True, enable_gqa=True)
+    return AllToAll.apply(out, 2, 1, group)  # (B, H, T/N, D/H)
+
+
+class AllToAll(torch.autograd.Function):
+    """Give part i of x, split by a dim, to rank i, and join what comes by another. Backward: the reverse."""
+
+    @staticmethod
+    def forward(ctx, x, split, join, group):
+        ctx.back = join, split, group
+        parts = torch.stack(x.chunk(dist.get_world_size(group), split))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return torch.cat(received.unbind(), join)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, *ctx.back), None, None, None
+
+
+def train(config):
+    """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
+    device, text, group = set_up_groups(config)
+    world_size = dist.get_world_size()
+    dtype = DTYPES[config.dtype]
+    own = partial(shard_sequence, order=config.order, group=group)
+    attention = partial(ring_attention, order=config.order, group=group)
+    if config.kind == "ulysses":
+        attention = partial(ulysses_attention, group=group)
+    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        batches = microbatches(config, text, step, device, dist.get_rank() // config.cp, config.dp)
+        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
+        weights["positions.weight"] = own(weights["positions.weight"], 0)  # those of this rank's tokens
+        loss = 0
+        for inputs, targets in batches:
+            with mock.patch.object(F, "scaled_dot_product_attention", attention):  # in all blocks
+                microloss = mean_loss(functional_call(model, weights, own(inputs, 1)), own(targets, 1))
+            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            microloss = microloss / config.accum
+            microloss.backward()
+            loss += microloss.detach()
+        grad_norm = average_gradients(model, config.clip or math.inf)
+        optimizer.step()
+        model.zero_grad()
+        dist.all_reduce(loss)
+        print_step(config, step, loss / world_size, grad_norm, started)
+    if config.save and dist.get_rank() == 0:
+        torch.save(model.to(dtype).state_dict(), config.save)
+
+
+def average_gradients(model, max_norm):
+    """Make each .grad the mean over ranks, which have as many tokens each, and clip it. Returns the norm."""
+    grads = [param.grad for param in model.parameters()]
+    flat_grad = nn.utils.parameters_to_vector(grads)
+    dist.all_reduce(flat_grad)
+    flat_grad /= dist.get_world_size()
+    nn.utils.vector_to_parameters(flat_grad, grads)
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def set_up_groups(config):
+    """Check the flags and join. Returns the device, the text, and the group that shares its sequences."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    config.cp = config.cp or world_size
+    if config.cp < 1 or world_size % config.cp:
+        refuse(f"--cp {config.cp}: must divide the {world_size} ranks")
+    if config.kind == "ulysses":
+        config.order = "contiguous"
+    elif torch.cuda.is_available() and config.device != "cpu":
+        refuse("--kind ring: its kernel runs on CPUs only; use --kind ulysses or --device cpu")
+    config.dp = world_size // config.cp
+    device, text = set_up(config, f" | cp {config.cp} | {config.kind} {config.order}", config.dp)
+    if config.context % (2 * config.cp):
+        refuse(f"--context {config.context}: must be a multiple of 2 x --cp {config.cp}")
+    if config.kind == "ulysses" and config.heads % config.cp:
+        refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
+    return device, text, dist.new_subgroups(config.cp)[0]
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--cp", type=int, help="ranks that share a sequence (none: all)")
+    kind = "ulysses" if torch.cuda.is_available() else "ring"
+    parser.add_argument("--kind", default=kind, choices=("ring", "ulysses"))
+    parser.add_argument("--order", default="zigzag", choices=("zigzag", "contiguous"), help="of chunks")
+    return parser.parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()
