@@ -3,14 +3,15 @@
 Idea
     Ring attention (arXiv 2310.01889): keys and values travel round a ring of ranks, and the softmax over a
     block of keys is merged with that over earlier ones by their log-sum-exp. Ulysses (arXiv 2309.14509): an
-    all-to-all makes all tokens of 1/N of the heads from 1/N of the tokens, and another one goes back. As a
-    causal mask gives later tokens more work, rank i has the chunks i and 2N-1-i of 2N (zigzag) in a ring.
+    all-to-all trades 1/N of the tokens for all tokens of 1/N of the heads, and another one trades back. As a
+    causal mask gives later tokens more work, rank i of a ring has chunks i and 2N-1-i of 2N (zigzag).
 
-Memory (bytes; P parameters; microbatches of b sequences; N ranks a sequence)
+Memory (bytes; P parameters; microbatches of b sequences; N = --cp ranks)
     parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     2mP       m: fp32 4, fp64 8; each parameter's, and all in one flat tensor
     optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
-    activations   bs((16L+2)wh+(4L+6)m+m(aL+v))/N
+    activations   bs((16L+2)wh+(4L+6)m+m(aL+v))/N   with --kind ring
+    activations   bs((17L+2)wh+(4L+6)m+m(aL+v))/N   with --kind ulysses: its output before and after
 
 Communication (forward of a ring, on rank 2 of 4; in backward also the gradients of k and v)
     compute | q x k, v of rank 2 | q x k, v of rank 1 | q x k, v of rank 0 | q x k, v of rank 3
@@ -18,15 +19,15 @@ Communication (forward of a ring, on rank 2 of 4; in backward also the gradients
 
 Costs (bytes that a rank sends in a step of k microbatches)
     send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring
-    all-to-all    8wkLbsh(N-1)/NN             with --kind ulysses
+    all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses
     all-reduce    2mP(N-1)/N
 
 Run
     torchrun --nproc_per_node=2 context_parallel.py
-    torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --context 65536 --dtype bf16 --batch 1
+    torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --heads 16 --context 65536 --batch 1
 
 Left out
-    Rings of GPUs (with their flash kernels), masks other than causal, gradients that travel in backward.
+    Rings of GPUs (their flash kernels), masks other than causal, an all-reduce of gradients during backward.
 """
 
 import argparse
@@ -46,7 +47,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-# (out, log-sum-exp of the scores) of attention to some keys; gradients of q, k, v from those over all keys
+# flash: (output, log-sum-exp of the scores) over a block of keys. flash_backward: given both over all keys.
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 attention_of_one = F.scaled_dot_product_attention  # which train() replaces
@@ -66,7 +67,7 @@ def shard_sequence(x, dim, order="zigzag", group=None):
 
 
 def ring_attention(q, k, v, group=None, order="zigzag", is_causal=True):
-    """Causal attention of q (B, H, T/N, D/H) to all ranks' k and v (B, K, T/N, D/H), where K divides H."""
+    """Causal attention of q (B, H, T/N, D/H) to all ranks' k and v (B, G, T/N, D/H), where G divides H."""
     return RingAttention.apply(q, k, v, group, order)
 
 
@@ -92,7 +93,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         own_kv = torch.stack((k, v))
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        passed = torch.zeros_like(own_kv)  # gradients of kv that others added up, one step behind it
+        passed = torch.zeros_like(own_kv)  # kv's gradients of ranks before, which come one step after kv
         works = []
         for i, kv in enumerate(travel(own_kv, ctx.group)):
             grad_kv = torch.zeros_like(kv)
@@ -117,17 +118,18 @@ class RingAttention(torch.autograd.Function):
 
 def visible(i, length, group, order):
     """Which of this rank's queries see which of rank - i's keys: [(index of rows, of columns)], or []."""
-    start = 0
-    stop = length
+    everything = np.s_[..., :, :]
+    early_chunk = np.s_[..., : length // 2, :]
+    late_chunk = np.s_[..., length // 2 :, :]
     earlier = i <= dist.get_rank(group)
     if order == "zigzag" and i > 0:
+        # Of their chunks only the early one precedes ours, or of ours only the late one follows theirs.
         if earlier:
-            stop = length // 2  # of the other rank's chunks only the early one is before both of ours
-        else:
-            start = length // 2  # only our late chunk is after both of the other's
-    elif not earlier:
-        return []
-    return [(np.s_[..., start:, :], np.s_[..., :stop, :])]
+            return [(everything, early_chunk)]
+        return [(late_chunk, everything)]
+    if earlier:
+        return [(everything, everything)]
+    return []
 
 
 def travel(kv, group):
@@ -156,14 +158,14 @@ def pass_on(tensor, group):
 
 
 def merge(out, lse, block, block_lse):
-    """Add a block of keys to the softmax over earlier ones; a sigmoid, as exponentials could overflow."""
+    """Merge in a block of keys. Its share e^b / (e^a + e^b) is a sigmoid, which cannot overflow."""
     block_share = torch.sigmoid(block_lse - lse)
     out.lerp_(block.to(out.dtype), block_share)
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 def ulysses_attention(q, k, v, group=None, is_causal=True):
-    """The same for tokens in contiguous order, where N divides H and K."""
+    """Like ring_attention(), but for tokens in contiguous order, and N divides H and G."""
     q = AllToAll.apply(q, 1, 2, group)  # (B, H/N, T, D/H)
     k = AllToAll.apply(k, 1, 2, group)
     v = AllToAll.apply(v, 1, 2, group)

@@ -104,8 +104,8 @@ def test_each_sends_the_bytes_of_its_formula(size):
     check_bytes("collectives", size)
 
 
-def late(name):
-    """On a rank: a ring's sum if what is received is there when it was waited for, and not before."""
+def late_messages():
+    """Within it, what a batch of messages brings is there when it was waited for, and not before."""
     batch = dist.batch_isend_irecv
 
     def late_batch(ops):
@@ -114,14 +114,18 @@ def late(name):
         tensor.fill_(torch.nan)
         return [Late(work, tensor, op.tensor) for work in batch(ops)]
 
+    return mock.patch.object(dist, "batch_isend_irecv", late_batch)
+
+
+def sum_late(name):
     x = torch.ones(10)
-    with mock.patch.object(dist, "batch_isend_irecv", late_batch):
+    with late_messages():
         load(name).ring_all_reduce(x)
     assert x.tolist() == [2] * 10, f"not waited for: {x}"
 
 
 def check_waits(name):
-    world(2).run(late, name)
+    world(2).run(sum_late, name)
 
 
 def printed(name, function, flags):
@@ -204,8 +208,6 @@ MUTANTS = [
     ("out = x.clone()", "out = x", check_equal, "ring_all_gather"),
     ("for i in range(world_size - 1):", "for i in range(world_size - 2):", check_equal, "ring_all_reduce"),
     ("        reached *= 2", "        reached *= 3", check_four, "0 of"),
-    ("x += received\n        yield", "yield", check_equal, "recursive_doubling"),
-    ("            kept += received", "            pass", check_four, "halving_doubling"),
     ("out[rank - i]", "out[rank - i - 1]", check_equal, "pairwise"),
     ("        work.wait()", "        pass", check_waits, "not waited for"),
     ("exchange(given, partner, received", "exchange(x, partner, x.clone()", check_bytes, "halving"),
@@ -213,7 +215,6 @@ MUTANTS = [
     ("- trace / samples", "", check_noise, "the square has a bias"),
     ("ring_all_reduce(sums)", "pass", check_noise_scale, "but it is"),
     ("0.95 * noise", "0.5 * noise", check_noise_scale, "but it is"),
-    ("flat_grad.div_(world_size)", "flat_grad", check_parity, "differ"),
     ("ring_all_reduce(flat_grad)", "pass", check_parity, "differ"),
 ]  # fmt: skip
 

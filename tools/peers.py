@@ -10,6 +10,7 @@ import logging
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.experimental._context_parallel import _attention as context
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -77,9 +79,12 @@ class AllReduced(Peer):
     def __init__(self, lesson, config, device):
         vars(self).update(vars(plain(lambda model: model, lesson, config, device)))
 
+    def loss(self, inputs, targets):
+        return self.lesson.mean_loss(self.model(inputs), targets)
+
     def step(self, batches):
-        for inputs, targets in batches:
-            (self.lesson.mean_loss(self.model(inputs), targets) / len(batches)).backward()
+        for batch in batches:
+            (self.loss(*batch) / len(batches)).backward()
         grads = [param.grad for param in self.model.parameters()]
         flat_grad = nn.utils.parameters_to_vector(grads)
         dist.all_reduce(flat_grad)
@@ -288,6 +293,55 @@ class Pipelined(Peer):
         return super().weights()
 
 
+class TorchRing(torch.autograd.Function):
+    """Ring attention by torch's own loops, with load balancing, as context_parallel() runs them on a GPU."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = context._templated_ring_attention(dist.group.WORLD, 2, flash, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, lse.contiguous())
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        def flash_backward(*, is_causal, **tensors):
+            return flash(**tensors, dropout_p=0.0, is_causal=is_causal)
+
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        q, k, v, out, lse = ctx.saved_tensors
+        return context._templated_ring_attention_backward(
+            dist.group.WORLD, 2, flash_backward, grad, "grad_out", q, k, v, out, lse, is_causal=True
+        )[:3]
+
+
+class OtherAttention(AllReduced):
+    """The lesson with another attention: torch's ring, or DeepSpeed's Ulysses."""
+
+    def __init__(self, kind, lesson, config, device):
+        super().__init__(lesson, config, device)
+        self.own = partial(lesson.shard_sequence, order="zigzag" if kind == "ring" else "contiguous")
+        self.attention = TorchRing.apply
+        if kind == "ulysses":
+            logging.disable(logging.WARNING)
+            import deepspeed
+            from deepspeed.sequence.layer import DistributedAttention
+
+            deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+            one = nn.functional.scaled_dot_product_attention
+            local = lambda *qkv: one(*(x.transpose(1, 2) for x in qkv), is_causal=True).transpose(1, 2)  # noqa: E731
+            layer = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+            self.attention = lambda *qkv: layer(*(x.transpose(1, 2) for x in qkv), 0).transpose(1, 2)
+
+    def loss(self, inputs, targets):
+        weights = dict(self.model.named_parameters())
+        weights["positions.weight"] = self.own(weights["positions.weight"], 0)
+        instead = lambda *qkv, is_causal: self.attention(*qkv)  # noqa: E731
+        with mock.patch.object(nn.functional, "scaled_dot_product_attention", instead):
+            logits = torch.func.functional_call(self.model, weights, self.own(inputs, 1))
+        return self.lesson.mean_loss(logits, self.own(targets, 1))
+
+
 def checkpointed(lesson, config, device):
     """torch.utils.checkpoint around the lesson's blocks, which keeps the same operators' outputs."""
     peer = plain(lambda model: model, lesson, config, device)
@@ -333,6 +387,10 @@ def peers_of(name):
             peers[f"DeepSpeed {stage}{title}"] = partial(DeepSpeed, stage, *how) if installed else None
     if name in ("tensor_parallel", "sequence_parallel"):
         peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")
+    if name == "context_parallel":
+        peers["torch's ring attention"] = partial(OtherAttention, "ring")
+        installed = importlib.util.find_spec("deepspeed")
+        peers["DeepSpeed Ulysses"] = partial(OtherAttention, "ulysses") if installed else None
     if name == "pipeline":
         peers["torch pipelining"] = Pipelined
     if name == "checkpointing":

@@ -1,0 +1,159 @@
+"""What is special to context_parallel.py: attention over all ranks' tokens, who computes what, and when."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from test_all import check_ledger, check_parity
+from tests.harness import apart, load, rejects, world
+from tests.test_collectives import late_messages
+
+LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
+
+
+def attention(name, kind, order, heads, scale, dtype):
+    """On a rank: the largest differences of output and gradients of q, k, v from those on one device."""
+    lesson, size = load(name), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    whole = [scale * torch.randn(2, number, 12 * size, 5, generator=generator) for number in heads]
+    whole = [x.to(dtype).double() for x in whole]
+    with pytest.raises(ValueError, match="tokens: must be a multiple of 2 x"):
+        lesson.shard_sequence(whole[0][:, :, 1:], 2)
+    whole = [x.requires_grad_() for x in whole]
+    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    given = torch.randn(out.shape, generator=generator).to(dtype).double()
+    expected = [out, *torch.autograd.grad(out, whole, given)]
+    own = [lesson.shard_sequence(x.detach().to(dtype), 2, order).requires_grad_() for x in whole]
+    run = lesson.ring_attention if kind == "ring" else lesson.ulysses_attention
+    with late_messages():
+        out = run(*own, order=order) if kind == "ring" else run(*own)
+        grads = torch.autograd.grad(out, own, lesson.shard_sequence(given.to(dtype), 2, order))
+    assert all(x.dtype == dtype for x in (out, *grads)), "another dtype"
+    expected = [lesson.shard_sequence(x.detach(), 2, order) for x in expected]
+    return [apart(x.detach(), y) / y.abs().max().item() for x, y in zip((out, *grads), expected)]
+
+
+def check_attention(
+    name, size=3, kind="ring", order="zigzag", heads=(6, 2, 2), scale=1, dtype=torch.float64, limit=1e-12
+):
+    for differences in world(size).run(attention, name, kind, order, heads, scale, dtype):
+        for what, difference in zip(("output", "dQ", "dK", "dV"), differences):
+            assert difference < limit, f"{what} differs by {difference:.1e}"
+
+
+WAYS = [("ring", "zigzag"), ("ring", "contiguous"), ("ulysses", "contiguous")]
+
+
+@pytest.mark.parametrize("kind, order", WAYS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_attention_is_that_of_one_device(size, kind, order):
+    heads = (6, 2, 2) if kind == "ring" else (2 * size, size, size)
+    check_attention("context_parallel", size, kind, order, heads)
+
+
+@pytest.mark.parametrize("kind, order", WAYS)
+@pytest.mark.parametrize("size, cp", [(1, 1), (2, 2), (4, 4), (8, 8), (4, 2), (4, 1)])
+def test_training_is_single_pys(size, cp, kind, order):
+    own = f"--cp {cp} --kind {kind} --order {order}"
+    check_parity("context_parallel", size, f"--accum 1 {LONG} --batch 4 --steps 2", own)
+
+
+@pytest.mark.parametrize("kind, order", WAYS)
+def test_bytes_are_the_formulas(kind, order):
+    check_ledger("context_parallel", 4, f"--accum 3 {LONG} --kind {kind} --order {order}")
+
+
+def check_large_scores(name):
+    check_attention(name, 4, scale=20, dtype=torch.float32, limit=1e-4)  # whose exponentials overflow
+
+
+def check_bf16(name):
+    check_attention(name, 8, dtype=torch.bfloat16, limit=0.02)  # about a number's own error
+
+
+def work_of(name, size, order):
+    """Products of queries and keys, of a chunk with a chunk 1: [each rank's] for each step of a ring."""
+    lesson, x = load(name), torch.zeros(2, 1)
+    steps = [[0] * size for _ in range(size)]
+    for i, rank in itertools.product(range(size), repeat=2):
+        with mock.patch.object(dist, "get_rank", lambda *_, rank=rank: rank):
+            for rows, columns in lesson.visible(i, 2, None, order):
+                steps[i][rank] = len(x[rows]) * len(x[columns]) / (2 if i == 0 else 1)
+    return steps
+
+
+def check_balance(name):
+    for size in (2, 4, 8):
+        zigzag, contiguous = (work_of(name, size, order) for order in ("zigzag", "contiguous"))
+        assert all(len(set(work)) == 1 for work in zigzag), "ranks have different work"
+        for steps in (zigzag, contiguous):
+            assert sum(map(sum, steps)) == 2 * size**2, "not half of all products"
+        slowest = [sum(map(max, steps)) for steps in (contiguous, zigzag)]
+        assert slowest[0] / slowest[1] == (2 * size - 1) / size, "not the efficiency P / (2P - 1)"
+
+
+def events(name):
+    """On a rank: what starts, computes and is waited for in a ring's forward and backward."""
+    lesson, log = load(name), []
+    send, flash, flash_backward = lesson.pass_on, lesson.flash, lesson.flash_backward
+
+    def pass_on(tensor, group):
+        log.append("send")
+        received, works = send(tensor, group)
+        return received, [mock.Mock(wait=lambda: log.append("wait") or [work.wait() for work in works])]
+
+    lesson.pass_on = pass_on
+    lesson.flash = lambda *args: log.append("block") or flash(*args)
+    lesson.flash_backward = lambda *args: log.append("block") or flash_backward(*args)
+    q = torch.ones(1, 1, 4, 2, requires_grad=True)
+    out = lesson.ring_attention(q, q, q)
+    log.append("|")
+    out.sum().backward()
+    return " ".join(log)
+
+
+def check_overlap(name):
+    expected = (
+        "send block wait send block wait block | "  # then k and v again, and after each block gradients
+    )
+    expected += "send block send wait send block wait send wait block wait send wait"
+    for log in world(3).run(events, name):
+        assert log == expected, f"another order: {log}"
+
+
+@pytest.mark.parametrize("check", [check_large_scores, check_bf16, check_balance, check_overlap])
+def test_each_promise_is_kept(check):
+    check("context_parallel")
+
+
+def check_ulysses(name):
+    check_attention(name, 2, "ulysses", "contiguous", (4, 2, 2))
+
+
+def check_mesh(name):
+    check_parity(name, 4, f"--accum 3 {LONG}", "--cp 2")
+
+
+MUTANTS = [
+    ("out.lerp_(block.to(out.dtype), block_share)", "out.add_(block)", check_attention, "output differs"),
+    ("torch.sigmoid(block_lse - lse)", "1 / (1 + lse.exp() / block_lse.exp())", check_large_scores, ""),
+    ("lse.copy_(torch.logaddexp(lse, block_lse))", "lse.copy_(block_lse)", check_attention, "output differs"),
+    ("            grad_kv += passed\n", "", check_attention, "dK differs"),
+    ("[(everything, early_chunk)]", "[(everything, everything)]", check_balance, "different work"),
+    ("[(late_chunk, everything)]", "[(everything, everything)]", check_balance, "different work"),
+    ("    return []", "    return [(everything, everything)]", check_balance, "half of all"),
+    ('.weight"], 0)', '.weight"], 0).flip(0)', check_mesh, "losses differ"),
+    ("own(targets, 1)", "own(targets, 1).roll(1, 1)", check_mesh, "losses differ"),
+    ("flat_grad /= dist.get_world_size()", "flat_grad /= 2", check_mesh, "differ"),
+    ("received.unbind(), join", "received.unbind()[::-1], join", check_ulysses, "output differs"),
+    ("dist.get_rank() // config.cp", "dist.get_rank() % config.cp", check_mesh, "losses differ"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("old, new, check, reason", MUTANTS)
+def test_a_mutant_is_rejected(old, new, check, reason, tmp_path):
+    rejects(check, reason, "context_parallel", old, new, tmp_path)
