@@ -10,8 +10,8 @@ Memory (bytes; P parameters; microbatches of b sequences; N = --cp ranks)
     parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     2mP       m: fp32 4, fp64 8; each parameter's, and all in one flat tensor
     optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
-    activations   bs((16L+2)wh+(4L+6)m+m(aL+v))/N   with --kind ring
-    activations   bs((17L+2)wh+(4L+6)m+m(aL+v))/N   with --kind ulysses: its output before and after
+    activations   s(b((16L+2)wh+(4L+6)m+m(aL+v))+wh)/N    with --kind ring
+    activations   s(b((17L+2)wh+(4L+6)m+m(aL+v))+wh)/N    with --kind ulysses: outputs before and after
 
 Communication (forward of a ring, on rank 2 of 4; in backward also the gradients of k and v)
     compute | q x k, v of rank 2 | q x k, v of rank 1 | q x k, v of rank 0 | q x k, v of rank 3

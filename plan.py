@@ -28,7 +28,9 @@ Communication
     tensor        8wbsh(t-1)/t     a layer and microbatch; 4 more with full, which runs forward again, 2 more
                                    with --sequence-parallel, which in backward gathers again what it split
     pipeline      wbsh             forward, and backward, over each boundary for each microbatch
-    All strategies take the same batch in a step: a replica of t x p ranks has tpk microbatches.
+    context       2wbsh(3C-2)/C    a layer and microbatch of ring attention on --cp C ranks
+                  8wbsh(C-1)/C^2   of Ulysses; in both, grouped key heads send less
+    All strategies take the same batch in a step: a replica of t x p x C ranks has tpCk microbatches.
 
 Run
     python plan.py --params 7.5b --gpus 64 --gpu-gb 32
@@ -40,7 +42,7 @@ Left out
     they leave. Copies of the logits in 16 bits and in backward. What tensor parallelism sends for embedding,
     head and loss. Time: sent/step adds what goes through a node's fast links to what goes between nodes, and
     the advice does not weigh idle time. Other schedules than 1F1B, ZeRO-2 and 3 beside tensor and pipeline
-    parallelism, context and expert parallelism, offloading.
+    parallelism, expert parallelism, offloading.
 """
 
 import argparse
@@ -138,6 +140,19 @@ def tensor_wire(shape, batch, recompute="none", tensor=1, sequence_parallel=Fals
     return times * width * numbers * (tensor - 1) // tensor
 
 
+def context_wire(shape, batch, ranks, kind="ring", width=2, microbatches=1, key_heads=None):
+    """Bytes that each of the ranks that share sequences sends per step in shape.layers layers of attention.
+
+    Ring: keys and values in forward and backward, and their gradients (arXiv 2310.01889). Ulysses: queries,
+    keys, values and outputs, and their gradients (2309.14509).
+    """
+    tokens = microbatches * shape.layers * batch * shape.seq // ranks
+    keys_and_values = 2 * shape.hidden * (key_heads or shape.heads) // shape.heads
+    if kind == "ring":
+        return width * tokens * keys_and_values * (3 * ranks - 2) * (ranks > 1)
+    return 2 * width * tokens * (2 * shape.hidden + keys_and_values) * (ranks - 1) // ranks
+
+
 def whole_model(shape):
     return parameters(shape.layers, shape.hidden, shape.vocab, shape.seq)
 
@@ -150,20 +165,22 @@ def replica(job, tensor, pipeline, stage):
     own = shape._replace(layers=(shape.layers + stage) // pipeline)
     params = parameters(own.layers, shape.hidden, shape.vocab, shape.seq, tensor, *ends)
     params = -(-params * job.params // whole_model(shape))  # --params may differ from the closed form
-    width, microbatches = BYTES[job.precision][0], job.accum * tensor * pipeline
+    width, microbatches = BYTES[job.precision][0], job.accum * tensor * pipeline * job.cp
+    around = context_wire(own, batch, job.cp, "ring", width, microbatches) // tensor
+    own, shape = own._replace(seq=own.seq // job.cp), shape._replace(seq=shape.seq // job.cp)
     how = job.recompute, tensor, job.sequence_parallel, width
     in_flight = min(microbatches, pipeline - stage)  # in 1F1B (arXiv 2104.04473, section 2.2)
     kept = activations(own, batch, *how, job.attention == "flash", in_flight, ends)
     message = width * batch * shape.seq * shape.hidden // (tensor if job.sequence_parallel else 1)
     sent = tensor_wire(own, batch, *how, microbatches) + microbatches * message * ends.count(False)
     tied = width * shape.hidden * -(-shape.vocab // tensor)  # first and last stage add up its gradients
-    return params, kept, sent + tied * (ends[0] != ends[1])
+    return params, kept, sent + around + tied * (ends[0] != ends[1])
 
 
 def row(job, zero, tensor=1, pipeline=1):
     """A strategy, as in --json: the bytes of the rank that holds most, and of the one that sends most."""
     layers, ranks = job.shape.layers if job.shape else 1, []
-    data, microbatches = job.gpus // (tensor * pipeline), job.accum * tensor * pipeline
+    data, microbatches = job.gpus // (tensor * pipeline), job.accum * tensor * pipeline * job.cp
     # Of stages with as many layers an earlier one has more in flight, so these show the most.
     for stage in {0, 1, -layers % pipeline, pipeline - 1} - {pipeline}:
         params, kept, sent = replica(job, tensor, pipeline, stage)
@@ -193,8 +210,10 @@ def meshes(job):
     if not job.shape:
         return []
     tokens = job.shape.seq if job.sequence_parallel else 0
-    tensors = divisors(math.gcd(job.gpus, min(job.gpus, job.gpus_per_node), job.shape.heads, tokens))
-    pairs = ((t, p) for t in tensors for p in divisors(job.gpus // t) if t * p > 1)
+    tensors = divisors(
+        math.gcd(job.gpus // job.cp, min(job.gpus, job.gpus_per_node), job.shape.heads, tokens)
+    )
+    pairs = ((t, p) for t in tensors for p in divisors(job.gpus // job.cp // t) if t * p > 1)
     return [row(job, 1, t, p) for t, p in pairs if p <= job.shape.layers]
 
 
@@ -217,7 +236,8 @@ def advise(jobs):
     """(the row to take or None, a sentence that says why) for jobs that differ in what they recompute.
 
     Takes the first with a strategy that fits: as asked, fewer sequences at a time, more recomputed; then
-    these with tensor and pipeline, and sequence parallelism. Of its strategies the cheapest.
+    these with tensor and pipeline, and sequence parallelism; then sequences split over ranks. Of its
+    strategies the cheapest.
     """
     asked, tried = jobs[0], list(jobs)
     for policy in RECOMPUTE[RECOMPUTE.index(asked.recompute) :]:
@@ -225,7 +245,9 @@ def advise(jobs):
             less = {"micro_batch": asked.micro_batch // times, "accum": asked.accum * times}
             tried.append(changed(asked, recompute=policy, **less))
     split = [changed(job, sequence_parallel=way) for job in tried for way in (job.sequence_parallel, True)]
-    for rows_of, job in [*((replicas, job) for job in tried), *((meshes, job) for job in split)]:
+    shared = divisors(math.gcd(asked.gpus, asked.shape.seq if asked.shape else 1))
+    ways = [(replicas, job) for job in tried] + [(meshes, job) for job in split]
+    for rows_of, job in ways + [(replicas, changed(tried[-1], cp=ranks)) for ranks in shared]:
         best = min((row for row in rows_of(job) if row["fits"]), key=cost, default=None)
         flags = [f" --{k.replace('_', '-')} {v}" for k, v in vars(job).items() if v != getattr(asked, k)]
         flags = "".join(flags).replace(" True", "")
@@ -234,12 +256,13 @@ def advise(jobs):
             for other in [row for row in replicas(job) if not row["fits"]][-1:]:
                 why += f" where {other['strategy']} needs {giga(other['bytes']['sum'])} GB"
             why += f", and no {'ZeRO stage' if rows_of is replicas else 't x p x d'} that fits sends less"
-            return best, f"Take {best['strategy']}{flags}: {why}."
+            lesson = " (context_parallel.py)" if job.cp > asked.cp else ""
+            return best, f"Take {best['strategy']}{flags}{lesson}: {why}."
     size = row(tried[-1], 3)["bytes"]
     share = int(asked.gpu_gb * 1e9 - (size["activations"] or 0)) // sum(BYTES[asked.precision])
     if share < 1:
         why = f"one sequence's activations take {giga(size['activations'])} GB when all are recomputed"
-        return None, f"Nothing fits: {why}. Split it (context parallelism) or shorten --seq."
+        return None, f"Nothing fits: {why}. Split it over more GPUs (context_parallel.py) or shorten --seq."
     why = f"ZeRO-3 needs {giga(size['sum'])} GB{' even with --recompute full' if asked.shape else ''}"
     return None, f"Nothing fits: {why}. {-(-asked.params // share)} GPUs would do."
 
@@ -313,6 +336,7 @@ def parse(arguments=None):
     add("--attention", default="flash", choices=("flash", "math"), help="math stores its scores")
     add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
     add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
+    add("--cp", type=int, default=1, help="ranks that share each sequence (context parallelism)")
     add("--json", help="file for all of it, in bytes ('-': stdout, without the table)")
     job = parser.parse_args(arguments)
     given = {name: vars(job).pop(name) for name in Shape._fields}
@@ -336,10 +360,12 @@ def find_problems(job):
         yield f"--gpu-gb {job.gpu_gb}: must be from 0.001 to 10^6"
     if any(shape) and names:
         yield f"{names}: missing beside the rest of the shape; or take a --size"
-    elif names and (job.recompute != "none" or job.sequence_parallel or job.attention != "flash"):
-        yield f"{names}: missing, without which --recompute, --attention and --sequence-parallel mean nothing"
+    elif names and (job.recompute, job.attention, job.sequence_parallel, job.cp) != ("none", "flash", 0, 1):
+        yield f"{names}: missing; --recompute, --attention, --sequence-parallel and --cp need it"
     elif names and not job.params:
         yield f"--params: missing; say how many, or take a --size, or give all of {names}"
+    elif not names and (job.gpus % job.cp or shape.seq % job.cp):
+        yield f"--cp {job.cp}: must divide --gpus {job.gpus} and --seq {shape.seq}"
     elif not names and shape.hidden % shape.heads:
         yield f"--hidden {shape.hidden}: must be a multiple of --heads {shape.heads}"
     elif not names and job.params and not 1 / 2 <= job.params / whole_model(shape) <= 2:

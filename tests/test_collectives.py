@@ -72,11 +72,10 @@ def check_four(name):
 
 
 def bytes_by_interface(name, numel):
-    """On a rank: {algorithm: bytes sent by all ranks}, the least of 10 times, as TCP may send twice."""
     lesson, sent = load(name), {}
     counter = Path("/sys/class/net/lo/statistics/tx_bytes")
     whole = ("tree_broadcast", "ring_reduce_scatter", "pairwise_all_to_all", *ALL_REDUCES)
-    for each in (*whole, "ring_all_gather") * 10:
+    for each in (*whole, "ring_all_gather") * 10:  # and take the least, as TCP may send twice
         x = torch.zeros(numel if each in whole else numel // dist.get_world_size())
         dist.barrier()
         before = int(counter.read_text())
@@ -129,7 +128,6 @@ def check_waits(name):
 
 
 def printed(name, function, flags):
-    """On a rank: the lines that a lesson's function prints."""
     lesson = load(name)
     with redirect_stdout(io.StringIO()) as stdout:
         getattr(lesson, function)(lesson.parse(flags.split()))

@@ -97,7 +97,6 @@ def check_balance(name):
 
 
 def events(name):
-    """On a rank: what starts, computes and is waited for in a ring's forward and backward."""
     lesson, log = load(name), []
     send, flash, flash_backward = lesson.pass_on, lesson.flash, lesson.flash_backward
 

@@ -124,6 +124,9 @@ def check_wire(name):
     for recompute, sequence, times in ("none", False, 8), ("selective", True, 10), ("full", False, 12):
         moved = plan.tensor_wire(job.shape, 2, recompute, 4, sequence, 2, 3)
         assert moved == 2 * times * 3 * job.shape.layers * bsh * 3 / 4, "other bytes of tensor parallelism"
+    for kind, times in ("ring", 2 * (3 * 4 - 2)), ("ulysses", 8 * 3 / 4):
+        moved = plan.context_wire(job.shape, 2, 4, kind, 2, 3)
+        assert moved == 2 * 3 * job.shape.layers * bsh * times / 4, "other bytes of context parallelism"
     tied = 2 * job.shape.vocab * job.shape.hidden
     sent = [plan.replica(job, 1, 4, stage)[2] for stage in range(4)]  # 12 microbatches
     assert sent == [24 * bsh + tied, 48 * bsh, 48 * bsh, 24 * bsh + tied], "other bytes of a pipeline"
@@ -231,9 +234,9 @@ def test_each_promise_is_kept(check):
 
 BAD = {
     "": "--params", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
-    "--size toy --params 70b": "--params", "--size toy --layers 0": "--layers", "--size toy --heads 5": "--h",
+    "--size toy --params 70b": "--params", "--size toy --layers 0": "--layers", "--size toy --cp 3": "--cp 3",
     "--layers 2": "--heads --hidden --seq --vocab", "--params 1b --gpus 0": "--gpus 0: must be 1 or more",
-    "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --recompute full": "--recompute", "7b": "7b",
+    "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --cp 2": "--cp", "7b": "7b",
     "--params 1b --json /no/such/folder/file": "--json /no/such/folder/file",
 }  # fmt: skip
 
@@ -268,7 +271,7 @@ def test_the_readme_shows_what_plan_prints():
 
 MUTANTS = [
     ("(2, 2, 12)", "(2, 2, 8)", check_figure_1, "not Figure 1"),
-    (" * (ranks - 1) // ranks", "", check_wire, "other bytes of a ZeRO stage"),
+    ("params * (ranks - 1) // ranks", "params", check_wire, "other bytes of a ZeRO stage"),
     ("gradients\", \"parameters\")[:stage]", "gradients\")[stage:]", check_figure_1, "not Figure 1"),
     ("+ 7 * hidden) // tensor + 6 * hidden", "+ 9 * hidden) // tensor + 4 * hidden", check_counts, "split"),
     ("(first or last)", "first", check_counts, "stages lack parameters"),
