@@ -77,11 +77,13 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)  # blocks are merged in fp32 at least
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full_like(out[..., :1], -math.inf)  # log-sum-exp of the scores so far
-        for i, kv in enumerate(travel(torch.stack((k, v)), group)):
+        own_kv = torch.stack((k, v))
+        for i, kv in enumerate(travel(own_kv, group)):
             for rows, columns in visible(i, q.shape[2], group, order):
                 causal = i == 0
                 block, block_lse = flash(q[rows], *kv[columns], 0.0, causal)
-                merge(out[rows], lse[rows], block, block_lse.unsqueeze(-1))
+                block_lse = block_lse.unsqueeze(-1)
+                merge(out[rows], lse[rows], block, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
@@ -99,10 +101,8 @@ class RingAttention(torch.autograd.Function):
             grad_kv = torch.zeros_like(kv)
             for rows, columns in visible(i, q.shape[2], ctx.group, ctx.order):
                 causal = i == 0
-                softmax = (
-                    out[rows],
-                    lse[rows].squeeze(-1).contiguous(),
-                )  # over all keys: arXiv 2307.08691, 3.1
+                # From both over all keys, these are the gradients through this block (arXiv 2307.08691, 3.1).
+                softmax = out[rows], lse[rows].squeeze(-1).contiguous()
                 block_q, *block_kv = flash_backward(grad[rows], q[rows], *kv[columns], *softmax, 0.0, causal)
                 grad_q[rows] += block_q
                 grad_kv[columns] += torch.stack(block_kv)
@@ -166,6 +166,8 @@ def merge(out, lse, block, block_lse):
 
 def ulysses_attention(q, k, v, group=None, is_causal=True):
     """Like ring_attention(), but for tokens in contiguous order, and N divides H and G."""
+    if k.shape[1] % dist.get_world_size(group):
+        raise ValueError(f"{k.shape[1]} key heads: must be a multiple of the ranks")
     q = AllToAll.apply(q, 1, 2, group)  # (B, H/N, T, D/H)
     k = AllToAll.apply(k, 1, 2, group)
     v = AllToAll.apply(v, 1, 2, group)
@@ -202,7 +204,8 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, dist.get_rank() // config.cp, config.dp)
+        replica = dist.get_rank() // config.cp
+        batches = microbatches(config, text, step, device, replica, config.dp)
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         weights["positions.weight"] = own(weights["positions.weight"], 0)  # those of this rank's tokens
         loss = 0

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from test_all import check_parity
 from tests.harness import TINY, apart, load, rejects, world
 from tests.test_zero import Late
 
@@ -212,8 +211,6 @@ MUTANTS = [
     ("* (sum_of_squares - k *", "* (sum_of_squares -", check_noise, "the trace has a bias"),
     ("- trace / samples", "", check_noise, "the square has a bias"),
     ("ring_all_reduce(sums)", "pass", check_noise_scale, "but it is"),
-    ("0.95 * noise", "0.5 * noise", check_noise_scale, "but it is"),
-    ("ring_all_reduce(flat_grad)", "pass", check_parity, "differ"),
 ]  # fmt: skip
 
 

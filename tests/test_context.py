@@ -29,6 +29,9 @@ def attention(name, kind, order, heads, scale, dtype):
     expected = [out, *torch.autograd.grad(out, whole, given)]
     own = [lesson.shard_sequence(x.detach().to(dtype), 2, order).requires_grad_() for x in whole]
     run = lesson.ring_attention if kind == "ring" else lesson.ulysses_attention
+    if kind == "ulysses" and size > 1:
+        with pytest.raises(ValueError, match="1 key heads: must be a multiple of the ranks"):
+            lesson.ulysses_attention(*(x[:, :1] for x in own))
     with late_messages():
         out = run(*own, order=order) if kind == "ring" else run(*own)
         grads = torch.autograd.grad(out, own, lesson.shard_sequence(given.to(dtype), 2, order))
@@ -147,8 +150,8 @@ MUTANTS = [
     ("    return []", "    return [(everything, everything)]", check_balance, "half of all"),
     ('.weight"], 0)', '.weight"], 0).flip(0)', check_mesh, "losses differ"),
     ("own(targets, 1)", "own(targets, 1).roll(1, 1)", check_mesh, "losses differ"),
-    ("flat_grad /= dist.get_world_size()", "flat_grad /= 2", check_mesh, "differ"),
     ("received.unbind(), join", "received.unbind()[::-1], join", check_ulysses, "output differs"),
+    ("flat_grad /= dist.get_world_size()", "flat_grad /= 2", check_mesh, "differ"),
     ("dist.get_rank() // config.cp", "dist.get_rank() % config.cp", check_mesh, "losses differ"),
 ]  # fmt: skip
 
