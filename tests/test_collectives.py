@@ -204,7 +204,7 @@ MUTANTS = [
     ("own += received", "own -= received", check_equal, "ring_all_reduce"),
     ("out = x.clone()", "out = x", check_equal, "ring_all_gather"),
     ("for i in range(world_size - 1):", "for i in range(world_size - 2):", check_equal, "ring_all_reduce"),
-    ("        reached *= 2", "        reached *= 3", check_four, "0 of"),
+    ("        reached *= 2", "        reached *= 3", check_four, "of 12"),
     ("out[rank - i]", "out[rank - i - 1]", check_equal, "pairwise"),
     ("        work.wait()", "        pass", check_waits, "not waited for"),
     ("exchange(given, partner, received", "exchange(x, partner, x.clone()", check_bytes, "halving"),
