@@ -54,7 +54,7 @@ WAYS = [("ring", "zigzag"), ("ring", "contiguous"), ("ulysses", "contiguous")]
 @pytest.mark.parametrize("kind, order", WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_attention_is_that_of_one_device(size, kind, order):
-    heads = (6, 2, 2) if kind == "ring" else (2 * size, size, size)
+    heads = (6, 2, 2) if kind == "ring" else (4 * size, 2 * size, 2 * size)
     check_attention("context_parallel", size, kind, order, heads)
 
 
@@ -133,7 +133,7 @@ def test_each_promise_is_kept(check):
 
 
 def check_ulysses(name):
-    check_attention(name, 2, "ulysses", "contiguous", (4, 2, 2))
+    check_attention(name, 2, "ulysses", "contiguous", (8, 4, 4))
 
 
 def check_mesh(name):
