@@ -125,7 +125,7 @@ def halving_doubling_all_reduce(x, group=None):
 
 @contextmanager
 def folded(x, group):
-    """Yield partners in 2^k ranks. One beyond adds its x to one's, and gets the sum: 2 rounds of S more."""
+    """Yield partners among 2^k ranks. Each rank beyond adds x to one's before, and gets the sum after."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     *partners, beyond = [rank ^ 2**i for i in range(world_size.bit_length())]
     if beyond < rank:
