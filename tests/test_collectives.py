@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -66,8 +67,7 @@ def test_every_algorithm_equals_the_librarys(size, members):
     check_equal("collectives", size, CASES, members)
 
 
-def check_four(name):
-    check_equal(name, 4)
+check_four = partial(check_equal, size=4)
 
 
 def bytes_by_interface(name, numel):
@@ -201,7 +201,6 @@ def test_the_model_of_a_link_is_fitted_and_crosses_where_the_paper_says():
 
 MUTANTS = [
     ("own = chunks[rank - i - 1]\n", "own = chunks[rank - i]\n", check_equal, "ring_all_reduce"),
-    ("own += received", "own -= received", check_equal, "ring_all_reduce"),
     ("out = x.clone()", "out = x", check_equal, "ring_all_gather"),
     ("for i in range(world_size - 1):", "for i in range(world_size - 2):", check_equal, "ring_all_reduce"),
     ("        reached *= 2", "        reached *= 3", check_four, "of 12"),
