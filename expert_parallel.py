@@ -1,0 +1,400 @@
+"""Expert parallelism: each token goes to a few of many MLPs, which are spread over the ranks.
+
+Idea
+    A mixture of experts has X MLPs in place of one; a router sends each token to the k most probable, whose
+    outputs are added up, weighted by their probabilities (arXiv 1701.06538). So parameters grow with X and
+    FLOPs with k. Each rank holds 1/N of the experts, and an all-to-all brings it their tokens (GShard, arXiv
+    2006.16668). A loss keeps experts equally busy (Switch, 2101.03961), over all ranks' tokens (2501.11873).
+
+Memory (bytes; D parameters outside experts, F in this rank's experts, M = (L+1)//2 mixtures of X experts)
+    parameters    (w+c)(D+F)    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     m(D+F)        m: fp32 4, fp64 8
+    optimizer     K(D+F)        K the moments: AdamW 8, in fp64 16; SGD 0
+
+Communication (a mixture's forward; in backward the all-to-alls go the other way)
+    every rank    | router | all-gather counts | all-to-all rows | own experts | all-to-all outputs | add up
+    once a step   | all-reduce of all gradients but the experts', which have been added up on the way
+
+Costs (bytes that a rank sends in a step of k microbatches, each b sequences on N ranks; top t on e ranks)
+    all-to-all    4wkM(tbsh/N)(e-1)/e         in the mean; what is sent depends on the tokens
+    all-gather    8kMX(N-1)                   how many tokens of each rank chose each expert
+    all-reduce    2m(D(N-1)+F(N-e))/N         gradients; experts': only over the N/e ranks that have the same
+
+Run
+    torchrun --nproc_per_node=2 expert_parallel.py
+    torchrun --nproc_per_node=8 expert_parallel.py --size gpt2 --experts 64 --dtype bf16 --capacity-factor 2
+
+Left out
+    A loss on the router's logits and noise in them, one kernel for a rank's experts (a loop here), overlap of
+    all-to-alls with computation, shapes that the host knows (it waits for counts in each mixture).
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
+
+
+class MoE(nn.Module):
+    """Mixture of `experts` MLPs, spread over a group's ranks. x (..., D) -> (..., D), as large on each rank.
+
+    Sets load (E,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond the
+    experts' capacity; and balance_loss, 1 if all are as busy (arXiv 2101.03961, section 2.2).
+    """
+
+    def __init__(self, width, hidden, experts, top_k=2, group=None, capacity_factor=math.inf):
+        super().__init__()
+        self.top_k = top_k
+        self.group = group
+        self.capacity_factor = capacity_factor
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleDict()  # this rank's
+        for i in range(experts):
+            # Every rank draws the weights of all, so that they do not depend on the world size.
+            mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+            if i * dist.get_world_size(group) // experts == dist.get_rank(group):
+                self.experts[str(i)] = mlp
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)  # (T, D)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        probs = self.router(tokens).softmax(-1, dtype=wide)  # (T, E)
+        gates, chosen = probs.topk(self.top_k)  # (T, k) each
+        if self.top_k > 1:
+            gates = gates / gates.sum(-1, keepdim=True)
+        chosen = chosen.flatten()
+        counts = self.count(chosen)
+        kept = self.fit(counts)
+        self.load = counts.sum(0)
+        self.dropped = 1 - kept.sum() / counts.sum()
+        # The loss is linear in the mean probabilities: this rank's are enough, as gradients are averaged.
+        share = self.load.to(probs) / counts.sum()
+        self.balance_loss = len(share) * share @ probs.mean(0)
+
+        rank = dist.get_rank()
+        by_expert = chosen.argsort(stable=True)
+        parts = by_expert.split(counts[rank].tolist())
+        choices = torch.cat([part[:places] for part, places in zip(parts, kept[rank])])
+        rows = choices // self.top_k  # of tokens, ordered by expert and so by rank
+        outputs = self.dispatch(tokens[rows], kept)
+        gates = gates.flatten().to(x.dtype)
+        gates = gates[choices].unsqueeze(-1)
+        outputs = outputs * gates
+        mixed = torch.zeros_like(tokens)
+        mixed = mixed.index_add(0, rows, outputs)
+        return mixed.view_as(x)
+
+    def count(self, chosen):
+        """How many tokens of each of all ranks chose each expert: (N, E), on the host, which waits for it."""
+        own_counts = chosen.bincount(minlength=self.router.out_features)
+        counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
+        dist.all_gather(list(counts), own_counts)
+        return counts.cpu()
+
+    def fit(self, counts):
+        """How many of the counts (N, E) find a place: first come, first served, in the order of tokens."""
+        mean = counts.sum() / counts.shape[1]
+        capacity = (self.capacity_factor * mean).ceil().clamp(min=4)
+        taken = counts.cumsum(0) - counts  # by tokens of earlier ranks
+        left = (capacity - taken).clamp(min=0)
+        return left.minimum(counts).long()
+
+    def dispatch(self, rows, counts):
+        """Take rows, which are ordered by expert, to the experts' ranks; bring the experts' outputs back."""
+        ranks = dist.get_process_group_ranks(self.group)
+        rank = dist.get_rank(self.group)
+        counts = counts[ranks]
+        counts = counts.unflatten(1, (len(ranks), -1))  # (from rank, to rank, expert there)
+        own_counts = counts[:, rank]  # (from rank, this rank's expert)
+        sent = counts[rank].sum(1).tolist()
+        received = own_counts.sum(1).tolist()
+        rows = AllToAll.apply(rows, sent, received, self.group)  # ordered by rank, then by expert
+        experts = torch.arange(len(self.experts)).repeat(len(ranks))
+        experts = experts.repeat_interleave(own_counts.flatten())
+        by_expert = experts.argsort(stable=True).to(rows.device)
+        rows = rows[by_expert]
+        parts = rows.split(own_counts.sum(0).tolist())
+        outputs = []
+        for expert, part in zip(self.experts.values(), parts):
+            outputs.append(expert(part))
+        in_order = by_expert.argsort()
+        outputs = torch.cat(outputs)[in_order]
+        return AllToAll.apply(outputs, received, sent, self.group)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send rank i the next sent[i] rows, and receive received[i] from it. Backward: the other way round."""
+
+    @staticmethod
+    def forward(ctx, rows, sent, received, group):
+        ctx.back = received, sent, group
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows, received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad.contiguous(), *ctx.back), None, None, None
+
+
+def mix_experts(model, config, group):
+    """Replace the MLP of every other block by a mixture. Returns the mixtures."""
+    mixtures = []
+    for block in model.blocks[::2]:
+        hidden, width = block.up.weight.shape
+        del block.up, block.down
+        block.moe = MoE(width, hidden, config.experts, config.top_k, group, config.capacity_factor)
+        block.forward = partial(forward_with_experts, block)
+        mixtures.append(block.moe)
+    return mixtures
+
+
+def forward_with_experts(block, x):
+    """Block.forward() with the mixture in place of the MLP."""
+    qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1))  # (B, T, 3, H, D/H)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + block.proj(attended.transpose(1, 2).flatten(2))
+    return x + block.moe(block.norm2(x))
+
+
+def train(config):
+    """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
+    device, text, group, same_experts = set_up_groups(config)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    dtype = DTYPES[config.dtype]
+    model = GPT(config)
+    mixtures = mix_experts(model, config, group)
+    model.to(device, torch.promote_types(dtype, torch.float32))
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        batches = microbatches(config, text, step, device)  # the same for any world size, cut below
+        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
+        loss = 0
+        for batch in batches:
+            inputs, targets = (tokens.chunk(world_size)[rank] for tokens in batch)
+            microloss = mean_loss(functional_call(model, weights, inputs), targets)
+            loss += microloss.detach() / config.accum
+            for moe in mixtures:
+                microloss = microloss + config.balance * moe.balance_loss
+            (microloss / config.accum).backward()
+        grad_norm = average_gradients(model, group, same_experts, config.clip or math.inf)
+        optimizer.step()
+        model.zero_grad()
+        dist.all_reduce(loss)
+        print_step(config, step, loss / world_size, grad_norm, started)
+    if rank == 0:
+        for moe in mixtures:
+            print(f"tokens per expert {moe.load.tolist()} | dropped {moe.dropped:.1%}")
+    if config.save:
+        save(model.to("cpu", dtype), config.save)
+
+
+def average_gradients(model, group, same_experts, max_norm):
+    """Make each .grad the mean over ranks, which have as many tokens each, and clip it. Returns the norm."""
+    squares = [0, 0]  # of the gradients of all but experts, of experts
+    for name, param in model.named_parameters():
+        is_expert = ".experts." in name
+        dist.all_reduce(param.grad, group=same_experts if is_expert else None)
+        param.grad /= dist.get_world_size()  # experts', too: they are sums over the tokens of all ranks
+        squares[is_expert] += param.grad.square().sum()
+    dist.all_reduce(squares[1], group=group)
+    norm = sum(squares).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def save(model, path):
+    """Write the state_dict of a model with all experts."""
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, model.state_dict())
+    for state in states:
+        states[0] |= state
+    if dist.get_rank() == 0:
+        torch.save(states[0], path)
+
+
+def set_up_groups(config):
+    """Check the flags and join. Returns device, text, groups with all and with the same experts."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    config.ep = config.ep or math.gcd(world_size, config.experts)
+    if config.ep < 1 or world_size % config.ep:
+        refuse(f"--ep {config.ep}: must divide the {world_size} ranks")
+    if config.experts % config.ep:
+        refuse(f"--experts {config.experts}: must be a multiple of --ep {config.ep}")
+    if not 1 <= config.top_k <= config.experts:
+        refuse(f"--top-k {config.top_k}: must be from 1 to --experts {config.experts}")
+    device, text = set_up(config, f" | {config.experts} experts, top {config.top_k} | ep {config.ep}")
+    mesh = init_device_mesh(device.type, (world_size // config.ep, config.ep))
+    same_experts, group = mesh.get_all_groups()
+    return device, text, group, same_experts
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--experts", type=int, default=8, help="in every other block")
+    parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
+    parser.add_argument(
+        "--ep", type=int, help="ranks that share the experts (none: as many as divide ranks and experts)"
+    )
+    parser.add_argument(
+        "--capacity-factor",
+        type=float,
+        default=math.inf,
+        help="places of an expert, where 1 would do if all were equally busy (inf: any)",
+    )
+    parser.add_argument(
+        "--balance", type=float, default=0.01, help="weight of the load-balance loss (0: leave it out)"
+    )
+    return parser.parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()
