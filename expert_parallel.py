@@ -1,32 +1,31 @@
 """Expert parallelism: each token goes to a few of many MLPs, which are spread over the ranks.
 
 Idea
-    A mixture of experts has X MLPs in place of one; a router sends each token to the k most probable, whose
-    outputs are added up, weighted by their probabilities (arXiv 1701.06538). So parameters grow with X and
-    FLOPs with k. Each rank holds 1/N of the experts, and an all-to-all brings it their tokens (GShard, arXiv
-    2006.16668). A loss keeps experts equally busy (Switch, 2101.03961), over all ranks' tokens (2501.11873).
+    A mixture of experts has X MLPs in place of one; a router sends each token to the t most probable, and
+    their outputs, weighted by probability, are added up (arXiv 1701.06538): X times the parameters, t times
+    the FLOPs. Each of e ranks has X/e of the experts; all-to-alls take tokens there and back (GShard, arXiv
+    2006.16668). A loss (Switch, 2101.03961) over all ranks' tokens (2501.11873) keeps experts equally busy.
 
 Memory (bytes; D parameters outside experts, F in this rank's experts, M = (L+1)//2 mixtures of X experts)
-    parameters    (w+c)(D+F)    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     m(D+F)        m: fp32 4, fp64 8
-    optimizer     K(D+F)        K the moments: AdamW 8, in fp64 16; SGD 0
+    parameters    (w+c)(D+F)                w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master in bf16: 4
+    gradients     (m+cmin(1,k-1)/2)(D+F)    m: fp64 8, else 4; then in bf16 also a later microbatch's
+    optimizer     K(D+F)                    K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (a mixture's forward; in backward the all-to-alls go the other way)
-    every rank    | router | all-gather counts | all-to-all rows | own experts | all-to-all outputs | add up
-    once a step   | all-reduce of all gradients but the experts', which have been added up on the way
+    router | all-gather of counts | all-to-all of tokens | own experts | all-to-all of outputs | weigh and add
 
-Costs (bytes that a rank sends in a step of k microbatches, each b sequences on N ranks; top t on e ranks)
-    all-to-all    4wkM(tbsh/N)(e-1)/e         in the mean; what is sent depends on the tokens
-    all-gather    8kMX(N-1)                   how many tokens of each rank chose each expert
-    all-reduce    2m(D(N-1)+F(N-e))/N         gradients; experts': only over the N/e ranks that have the same
+Costs (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens on all N ranks)
+    all-to-all    4wkM(tbsh/N)(e-1)/e       in the mean; what is sent depends on the tokens
+    all-gather    8kMX(N-1)                 how many tokens of each rank chose each expert
+    all-reduce    2m(D(N-1)+F(N-e))/N       gradients; experts' among the N/e ranks that have the same
 
 Run
     torchrun --nproc_per_node=2 expert_parallel.py
     torchrun --nproc_per_node=8 expert_parallel.py --size gpt2 --experts 64 --dtype bf16 --capacity-factor 2
 
 Left out
-    A loss on the router's logits and noise in them, one kernel for a rank's experts (a loop here), overlap of
-    all-to-alls with computation, shapes that the host knows (it waits for counts in each mixture).
+    Router z-loss and noise, one kernel for a rank's experts (a loop here), overlap of all-to-alls with
+    computation, fixed shapes (the host waits for the counts of each mixture).
 """
 
 import argparse
@@ -43,15 +42,14 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 
 class MoE(nn.Module):
-    """Mixture of `experts` MLPs, spread over a group's ranks. x (..., D) -> (..., D), as large on each rank.
+    """Mixture of `experts` MLPs, spread over a group's ranks. x (..., D) -> (..., D), the same shape on all.
 
-    Sets load (E,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond the
-    experts' capacity; and balance_loss, 1 if all are as busy (arXiv 2101.03961, section 2.2).
+    Sets load (E,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond an
+    expert's capacity; and balance_loss, 1 if all are equally busy (arXiv 2101.03961, section 2.2).
     """
 
     def __init__(self, width, hidden, experts, top_k=2, group=None, capacity_factor=math.inf):
@@ -72,14 +70,14 @@ class MoE(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         probs = self.router(tokens).softmax(-1, dtype=wide)  # (T, E)
         gates, chosen = probs.topk(self.top_k)  # (T, k) each
-        if self.top_k > 1:
+        if self.top_k > 1:  # a lone gate must stay the probability, or the router gets no gradient
             gates = gates / gates.sum(-1, keepdim=True)
-        chosen = chosen.flatten()
+        chosen = chosen.flatten()  # of token i the choices i * k to i * k + k - 1
         counts = self.count(chosen)
         kept = self.fit(counts)
         self.load = counts.sum(0)
         self.dropped = 1 - kept.sum() / counts.sum()
-        # The loss is linear in the mean probabilities: this rank's are enough, as gradients are averaged.
+        # Linear in the probabilities: this rank's are enough, as gradients are averaged over ranks.
         share = self.load.to(probs) / counts.sum()
         self.balance_loss = len(share) * share @ probs.mean(0)
 
@@ -93,7 +91,7 @@ class MoE(nn.Module):
         gates = gates[choices].unsqueeze(-1)
         outputs = outputs * gates
         mixed = torch.zeros_like(tokens)
-        mixed = mixed.index_add(0, rows, outputs)
+        mixed.index_add_(0, rows, outputs)
         return mixed.view_as(x)
 
     def count(self, chosen):
@@ -190,7 +188,7 @@ def train(config):
             microloss = mean_loss(functional_call(model, weights, inputs), targets)
             loss += microloss.detach() / config.accum
             for moe in mixtures:
-                microloss = microloss + config.balance * moe.balance_loss
+                microloss += config.balance * moe.balance_loss
             (microloss / config.accum).backward()
         grad_norm = average_gradients(model, group, same_experts, config.clip or math.inf)
         optimizer.step()
@@ -205,7 +203,7 @@ def train(config):
 
 
 def average_gradients(model, group, same_experts, max_norm):
-    """Make each .grad the mean over ranks, which have as many tokens each, and clip it. Returns the norm."""
+    """Make each .grad the mean over ranks, which have equally many tokens, and clip it. Returns the norm."""
     squares = [0, 0]  # of the gradients of all but experts, of experts
     for name, param in model.named_parameters():
         is_expert = ".experts." in name
@@ -221,7 +219,7 @@ def average_gradients(model, group, same_experts, max_norm):
 def save(model, path):
     """Write the state_dict of a model with all experts."""
     states = [None] * dist.get_world_size()
-    dist.all_gather_object(states, model.state_dict())
+    dist.all_gather_object(states, model.state_dict(), group=dist.new_group(backend="gloo"))
     for state in states:
         states[0] |= state
     if dist.get_rank() == 0:
@@ -231,16 +229,16 @@ def save(model, path):
 def set_up_groups(config):
     """Check the flags and join. Returns device, text, groups with all and with the same experts."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    config.ep = config.ep or math.gcd(world_size, config.experts)
-    if config.ep < 1 or world_size % config.ep:
-        refuse(f"--ep {config.ep}: must divide the {world_size} ranks")
-    if config.experts % config.ep:
-        refuse(f"--experts {config.experts}: must be a multiple of --ep {config.ep}")
+    shared = math.gcd(world_size, config.experts)
+    config.ep = config.ep or shared
+    if config.ep < 1 or shared % config.ep:
+        refuse(f"--ep {config.ep}: must divide the {world_size} ranks and --experts {config.experts}")
     if not 1 <= config.top_k <= config.experts:
         refuse(f"--top-k {config.top_k}: must be from 1 to --experts {config.experts}")
     device, text = set_up(config, f" | {config.experts} experts, top {config.top_k} | ep {config.ep}")
-    mesh = init_device_mesh(device.type, (world_size // config.ep, config.ep))
-    same_experts, group = mesh.get_all_groups()
+    ranks = np.arange(world_size).reshape(-1, config.ep)  # a row has all experts, a column the same
+    same_experts, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+    group, _ = dist.new_subgroups(config.ep)
     return device, text, group, same_experts
 
 
@@ -250,13 +248,15 @@ def parse(arguments=None):
     parser.add_argument("--experts", type=int, default=8, help="in every other block")
     parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
     parser.add_argument(
-        "--ep", type=int, help="ranks that share the experts (none: as many as divide ranks and experts)"
+        "--ep",
+        type=int,
+        help="ranks that share the experts (none: the most that divide both ranks and experts)",
     )
     parser.add_argument(
         "--capacity-factor",
         type=float,
         default=math.inf,
-        help="places of an expert, where 1 would do if all were equally busy (inf: any)",
+        help="an expert's places over the mean need, at least 4 (inf: any)",
     )
     parser.add_argument(
         "--balance", type=float, default=0.01, help="weight of the load-balance loss (0: leave it out)"

@@ -2,18 +2,18 @@
 
 Idea
     Parameters, gradients and optimizer states take a known number of bytes, and the ZeRO stages divide them
-    by the N ranks, one after another (ZeRO, arXiv 1910.02054, sections 3 and 5). Activations follow from the
-    model's shape (arXiv 2205.05198, sections 4 and 5). Their sum fits on a GPU or it does not.
+    by the N ranks, one after another (arXiv 1910.02054, sections 3 and 5). Activations follow from the shape
+    (arXiv 2205.05198, sections 4 and 5). Their sum fits on a GPU or it does not.
 
 Memory
     P = L(12h^2 + 13h) + hv + sh + 2h parameters: L layers of width h, v tokens in the vocabulary, s in a
-    sequence; the head is the embedding. (--params beside a shape sets P; the shape says who has how much.)
+    sequence; the head is the embedding. (--params beside a shape sets P.)
     bytes         mixed   fp32    ZeRO-1   ZeRO-2   ZeRO-3
     parameters    2P      4P                        / N
     gradients     2P      4P               / N      / N
     optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
     Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
-    with dropout's masks; only --attention math stores scores, so with flash none keeps what selective does:
+    with dropout's masks; with flash attention none keeps what selective does:
     none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
     selective     sbh(10 + 24/t)                                           34sbh/t
     full          2sbh                                                     2sbh/t (as blocks enter split)
@@ -29,7 +29,8 @@ Communication
                                    with --sequence-parallel, which in backward gathers again what it split
     pipeline      wbsh             forward, and backward, over each boundary for each microbatch
     context       2wbsh(3C-2)/C    a layer and microbatch of ring attention on --cp C ranks
-                  8wbsh(C-1)/C^2   of Ulysses; in both, grouped key heads send less
+                  8wbsh(C-1)/C^2   of Ulysses
+    experts       4wkbsh(N-1)/N    a layer with --experts on N ranks, --top-k k, and microbatch, in the mean
     All strategies take the same batch in a step: a replica of t x p x C ranks has tpCk microbatches.
 
 Run
@@ -38,11 +39,9 @@ Run
 
 Left out
     What is whole for a moment, two units and the embedding: at --size 7.5b 1.4 GB of gradients in zero2.py,
-    in zero3.py as much again of weights. Fragmentation, CUDA's own memory, NCCL's buffers: --gpu-gb is what
-    they leave. Copies of the logits in 16 bits and in backward. What tensor parallelism sends for embedding,
-    head and loss. Time: sent/step adds what goes through a node's fast links to what goes between nodes, and
-    the advice does not weigh idle time. Other schedules than 1F1B, ZeRO-2 and 3 beside tensor and pipeline
-    parallelism, expert parallelism, offloading.
+    in zero3.py as much again of weights. Fragmentation and what CUDA and NCCL take: --gpu-gb is what they
+    leave. What tensor parallelism sends for embedding, head and loss. Time. ZeRO-2 and 3 with tensor and
+    pipeline parallelism, other schedules than 1F1B, experts in the table, offload.
 """
 
 import argparse
@@ -52,7 +51,6 @@ import math
 import os
 import sys
 from collections import namedtuple
-from contextlib import nullcontext
 
 SIZES = {"toy": (8, 8, 64, 64, 256), "small": (6, 8, 256, 128, 256), "gpt2": (12, 12, 768, 1024, 50257)}
 SIZES |= {"gpt2-xl": (48, 25, 1600, 1024, 50257), "7.5b": (32, 34, 4352, 2048, 50257)}
@@ -63,10 +61,9 @@ STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def parameters(layers, hidden, vocab, seq, tensor=1, first=True, last=True):
-    """Parameters of a GPT whose head is its embedding: L(12h^2 + 13h) + hv + sh + 2h.
+    """Parameters of a GPT whose head is its embedding, on one of `tensor` ranks, which must divide hidden.
 
-    On one of `tensor` ranks norms, row-parallel biases and positions are whole (arXiv 1909.08053, section 3);
-    `tensor` must divide hidden. first, last: whether these layers begin the model, and end it.
+    Norms, row-parallel biases and positions are whole (arXiv 1909.08053). first, last: of the model.
     """
     layer = (12 * hidden**2 + 7 * hidden) // tensor + 6 * hidden
     embedding = hidden * -(-vocab // tensor) * (first or last)
@@ -74,10 +71,7 @@ def parameters(layers, hidden, vocab, seq, tensor=1, first=True, last=True):
 
 
 def states(stage, params, ranks, precision="mixed"):
-    """{name: bytes} of parameters, gradients and optimizer on a rank in ZeRO's stage 1 to 3 (0: DP).
-
-    What is sharded is a share of whole elements, the largest (arXiv 1910.02054, sections 3.1 and 5).
-    """
+    """{name: bytes} of parameters, gradients and optimizer on a rank in ZeRO's stage 1 to 3 (0: DP)."""
     sharded = ("optimizer", "gradients", "parameters")[:stage]
     sizes = zip(("parameters", "gradients", "optimizer"), BYTES[precision])
     return {name: size * (-(-params // ranks) if name in sharded else params) for name, size in sizes}
@@ -131,26 +125,35 @@ def wire(stage, params, ranks, microbatches=1, width=2):
 
 
 def tensor_wire(shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2, microbatches=1):
-    """Bytes that a rank of a ring sends per step for the tensor parallelism of shape.layers layers.
-
-    An all-reduce is 2: two in forward, in backward, and in a second forward (arXiv 1910.02054, section 8).
-    """
+    """Bytes that a rank of a ring sends per step in shape.layers layers (arXiv 1910.02054, section 8)."""
     times = 8 + 2 * sequence_parallel + 4 * (recompute == "full")
     numbers = microbatches * shape.layers * batch * shape.seq * shape.hidden
     return times * width * numbers * (tensor - 1) // tensor
 
 
-def context_wire(shape, batch, ranks, kind="ring", width=2, microbatches=1, key_heads=None):
-    """Bytes that each of the ranks that share sequences sends per step in shape.layers layers of attention.
-
-    Ring: keys and values in forward and backward, and their gradients (arXiv 2310.01889). Ulysses: queries,
-    keys, values and outputs, and their gradients (2309.14509).
-    """
-    tokens = microbatches * shape.layers * batch * shape.seq // ranks
-    keys_and_values = 2 * shape.hidden * (key_heads or shape.heads) // shape.heads
+def context_wire(shape, batch, ranks, kind="ring", width=2, microbatches=1):
+    """Bytes that a rank sends per step in shape.layers layers (arXiv 2310.01889, 2309.14509)."""
+    numbers = microbatches * shape.layers * batch * shape.seq * shape.hidden // ranks
     if kind == "ring":
-        return width * tokens * keys_and_values * (3 * ranks - 2) * (ranks > 1)
-    return 2 * width * tokens * (2 * shape.hidden + keys_and_values) * (ranks - 1) // ranks
+        return 2 * width * numbers * (3 * ranks - 2) * (ranks > 1)
+    return 8 * width * numbers * (ranks - 1) // ranks
+
+
+def mixture(dense, mixtures, mlp, width, experts, top_k):
+    """(all parameters, a token's) when experts replace some of a dense model's MLPs, of `mlp` parameters."""
+    routers = mixtures * experts * width
+    return [dense + routers + mixtures * mlp * (number - 1) for number in (experts, top_k)]
+
+
+def capacity(tokens, experts, top_k, factor=1.0):
+    """Tokens that an expert takes (GShard, arXiv 2006.16668)."""
+    return max(math.ceil(tokens / experts * top_k * factor), 4)
+
+
+def dispatch_wire(shape, batch, ranks, top_k, width=2, microbatches=1):
+    """Bytes that a rank sends per step in the mean, to experts in every other layer, and back."""
+    rows = (shape.layers + 1) // 2 * microbatches * batch * shape.seq * top_k
+    return 4 * width * rows * shape.hidden * (ranks - 1) // ranks
 
 
 def whole_model(shape):
@@ -201,8 +204,7 @@ def replicas(job):
 
 
 def divisors(number):
-    pairs = ((d, number // d) for d in range(1, math.isqrt(number) + 1) if number % d == 0)
-    return sorted({d for pair in pairs for d in pair})
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def meshes(job):
@@ -223,9 +225,7 @@ def cost(row):
 
 
 def cheapest(rows):
-    """Of each t the row that fits and costs least."""
-    dearest_first = sorted((row for row in rows if row["fits"]), key=cost, reverse=True)
-    return sorted({row["tensor"]: row for row in dearest_first}.values(), key=cost)
+    return sorted((row for row in rows if row["fits"]), key=cost)
 
 
 def changed(job, **values):
@@ -233,38 +233,31 @@ def changed(job, **values):
 
 
 def advise(jobs):
-    """(the row to take or None, a sentence that says why) for jobs that differ in what they recompute.
+    """(the row to take or None, why) for jobs that differ in what they recompute: the cheapest that fits.
 
-    Takes the first with a strategy that fits: as asked, fewer sequences at a time, more recomputed; then
-    these with tensor and pipeline, and sequence parallelism; then sequences split over ranks. Of its
-    strategies the cheapest.
+    As asked, fewer sequences at a time, more recomputed, more axes, then sequences split over ranks.
     """
     asked, tried = jobs[0], list(jobs)
     for policy in RECOMPUTE[RECOMPUTE.index(asked.recompute) :]:
         for times in divisors(asked.micro_batch):  # of the same batch
-            less = {"micro_batch": asked.micro_batch // times, "accum": asked.accum * times}
-            tried.append(changed(asked, recompute=policy, **less))
+            size = asked.micro_batch // times
+            tried.append(changed(asked, recompute=policy, micro_batch=size, accum=asked.accum * times))
     split = [changed(job, sequence_parallel=way) for job in tried for way in (job.sequence_parallel, True)]
     shared = divisors(math.gcd(asked.gpus, asked.shape.seq if asked.shape else 1))
     ways = [(replicas, job) for job in tried] + [(meshes, job) for job in split]
-    for rows_of, job in ways + [(replicas, changed(tried[-1], cp=ranks)) for ranks in shared]:
-        best = min((row for row in rows_of(job) if row["fits"]), key=cost, default=None)
+    ways += [(replicas, changed(tried[-1], cp=ranks)) for ranks in shared]
+    for rows_of, job in ways:
         flags = [f" --{k.replace('_', '-')} {v}" for k, v in vars(job).items() if v != getattr(asked, k)]
         flags = "".join(flags).replace(" True", "")
-        if best:
+        for best in cheapest(rows_of(job)):  # if any
             why = f"{giga(best['bytes']['sum'])} GB fit"
             for other in [row for row in replicas(job) if not row["fits"]][-1:]:
                 why += f" where {other['strategy']} needs {giga(other['bytes']['sum'])} GB"
             why += f", and no {'ZeRO stage' if rows_of is replicas else 't x p x d'} that fits sends less"
-            lesson = " (context_parallel.py)" if job.cp > asked.cp else ""
-            return best, f"Take {best['strategy']}{flags}{lesson}: {why}."
+            return best, f"Take {best['strategy']}{flags}: {why}."
     size = row(tried[-1], 3)["bytes"]
-    share = int(asked.gpu_gb * 1e9 - (size["activations"] or 0)) // sum(BYTES[asked.precision])
-    if share < 1:
-        why = f"one sequence's activations take {giga(size['activations'])} GB when all are recomputed"
-        return None, f"Nothing fits: {why}. Split it over more GPUs (context_parallel.py) or shorten --seq."
-    why = f"ZeRO-3 needs {giga(size['sum'])} GB{' even with --recompute full' if asked.shape else ''}"
-    return None, f"Nothing fits: {why}. {-(-asked.params // share)} GPUs would do."
+    why = f"ZeRO-3 needs {giga(size['sum'])} GB, of it {giga(size['activations'])} for activations"
+    return None, f"Nothing fits: {why} with --recompute {tried[-1].recompute}."
 
 
 def giga(size):
@@ -282,7 +275,7 @@ def cells(row):
 
 
 TITLES = ("parameters", "gradients", "optimizer", "activations", "     sum", "sent/step", "fits", "idle")
-MESHES = "t x p x d: tensor x 1F1B pipeline x data (ZeRO-1), of each t what fits and sends least"
+MESHES = "t x p x d: tensor x 1F1B pipeline x data (ZeRO-1), the four that fit and send least"
 NO_SHAPE = "-: activations need a shape (--size, or --layers --heads --hidden --seq --vocab)"
 
 
@@ -297,20 +290,27 @@ def show(jobs, tables, advice):
         how = f", recompute {job.recompute}" if job.shape else ""
         for name, *line in [f"GB{how}", *TITLES], *map(cells, rows):
             print(f"{name:<24}" + "".join(f"  {x:>{len(title)}}" for title, x in zip(TITLES, line)))
+    if job.experts > 1:
+        print(with_experts(job))
     print("GB: 10^9 bytes. " + (f"{job.attention} attention. {MESHES}" if job.shape else NO_SHAPE))
     print(advice)
+
+
+def with_experts(job):
+    """What --experts changes."""
+    shape, batch = job.shape, job.micro_batch
+    mlp = 8 * shape.hidden**2 + 5 * shape.hidden
+    total, active = mixture(job.params, (shape.layers + 1) // 2, mlp, shape.hidden, job.experts, job.top_k)
+    places = capacity(batch * job.gpus * shape.seq, job.experts, job.top_k)
+    sent = dispatch_wire(shape, batch, job.gpus, job.top_k, BYTES[job.precision][0], job.accum)
+    sizes = f"{giga(total)} G parameters, {giga(active)} G for a token, {places} tokens each"
+    return f"With {job.experts} experts in every other layer: {sizes}, {giga(sent)} GB more sent/step"
 
 
 def number(text):
     """7.5b, 125m, 1e9 or 7500000000 as an int."""
     unit = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower())
-    try:
-        value = round(float(text[:-1]) * unit if unit else float(text))
-    except (ValueError, OverflowError):
-        value = 0
-    if not 1 <= value <= 1e15:
-        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to 1e15, such as 7.5b, 125m or 1e9")
-    return value
+    return round(min(1e18, float(text[:-1]) * unit if unit else float(text)))
 
 
 def refuse(problem):
@@ -336,8 +336,10 @@ def parse(arguments=None):
     add("--attention", default="flash", choices=("flash", "math"), help="math stores its scores")
     add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
     add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
-    add("--cp", type=int, default=1, help="ranks that share each sequence (context parallelism)")
-    add("--json", help="file for all of it, in bytes ('-': stdout, without the table)")
+    add("--cp", type=int, default=1, help="ranks that share each sequence (context_parallel.py)")
+    add("--experts", type=int, default=1, help="in every other layer (expert_parallel.py)")
+    add("--top-k", type=int, default=2, help="experts of a token")
+    add("--json", type=argparse.FileType("w"), help="file for it, in bytes ('-': stdout, without the table)")
     job = parser.parse_args(arguments)
     given = {name: vars(job).pop(name) for name in Shape._fields}
     size = dict(zip(given, SIZES.get(job.size, ())))
@@ -354,14 +356,20 @@ def find_problems(job):
     shape = job.shape
     names = " ".join(f"--{name}" for name, value in shape._asdict().items() if value is None)
     for name, value in (vars(job) | shape._asdict()).items():
-        if type(value) is int and name != "params" and not 1 <= value <= 10**9:
-            yield f"--{name.replace('_', '-')} {value}: must be 1 or more, and at most 10^9"
+        if type(value) is int and not 1 <= value <= 10**15:
+            yield f"--{name.replace('_', '-')} {value}: must be 1 or more, and at most 10^15"
     if not 1e-3 <= job.gpu_gb <= 1e6:
         yield f"--gpu-gb {job.gpu_gb}: must be from 0.001 to 10^6"
     if any(shape) and names:
         yield f"{names}: missing beside the rest of the shape; or take a --size"
-    elif names and (job.recompute, job.attention, job.sequence_parallel, job.cp) != ("none", "flash", 0, 1):
-        yield f"{names}: missing; --recompute, --attention, --sequence-parallel and --cp need it"
+    elif names and (job.recompute, job.attention, job.sequence_parallel, job.cp, job.experts) != (
+        "none",
+        "flash",
+        0,
+        1,
+        1,
+    ):
+        yield f"{names}: missing; --recompute, --attention, --sequence-parallel, --cp and --experts need it"
     elif names and not job.params:
         yield f"--params: missing; say how many, or take a --size, or give all of {names}"
     elif not names and (job.gpus % job.cp or shape.seq % job.cp):
@@ -377,17 +385,13 @@ def plan(job):
     policies = RECOMPUTE if job.recompute == "all" else [job.recompute]
     jobs = [changed(job, recompute=policy) for policy in policies[: None if job.shape else 1]]
     rows = [replicas(each) + meshes(each) for each in jobs]
-    shown = [all[:4] + cheapest(all[4:]) for all in rows]
+    shown = [all[:4] + cheapest(all[4:])[:4] for all in rows]
     best, why = advise(jobs)
-    result = vars(job) | {"shape": job.shape and job.shape._asdict(), "take": best, "why": why}
+    result = vars(job) | {"shape": job.shape and job.shape._asdict(), "json": None, "take": best, "why": why}
     result["rows"] = list(itertools.chain(*rows))
     if job.json:
-        try:
-            with nullcontext(sys.stdout) if job.json == "-" else open(job.json, "w") as file:
-                print(json.dumps(result, indent=1), file=file)
-        except OSError as error:
-            refuse(f"--json {job.json}: cannot be written: {error.strerror}")
-    if job.json != "-":
+        print(json.dumps(result, indent=1), file=job.json, flush=True)
+    if job.json is not sys.stdout:
         show(jobs, shown, why)
     return result
 

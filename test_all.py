@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import ROOT, TINY, apart, crew, load, rejects, train, world
+from tests.harness import ROOT, TINY, apart, crew, load, mutants, train, world
 
 
 @dataclass
@@ -51,6 +51,9 @@ LESSONS = [
         bad_flags=("--cp 3", "--cp -1", "--context 15", "--kind all"),
         flags="--context 24",
     ),
+    Lesson(
+        "expert_parallel", bad_flags=("--experts 9", "--top-k 13", "--ep 3", "--ep -1"), flags="--experts 12"
+    ),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
     Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload")),
@@ -68,10 +71,16 @@ every_world = pytest.mark.parametrize(
 # ---- the same numbers everywhere ----
 
 
+def oracle(name, flags):
+    """single.py's run with these flags; of a lesson with another model its own, on one rank."""
+    own_model = Path(name).stem == "expert_parallel"
+    return train(Path(name).stem if own_model else "single", 1, flags)
+
+
 def check_parity(name, size=2, flags="--accum 3", own_flags=""):
     """Losses, gradient norms and weights are single.py's."""
     flags = f"{TINY} --batch 36 --clip 0.5 --lr 0.01 --dtype fp64 {flags}"
-    plain, weights = train("single", 1, flags)
+    plain, weights = oracle(name, flags)
     result, own = train(name, size, f"{flags} {own_flags}")
     assert apart(result["losses"], plain["losses"]) < 1e-10, "losses differ"
     assert apart(result["grad_norms"], plain["grad_norms"]) < 1e-10, "gradient norms differ"
@@ -97,7 +106,7 @@ def test_nothing_is_clipped_with_clip_0(lesson):
 
 @every_parallel_lesson
 def test_with_its_defaults_on_8_ranks_a_lesson_prints_single_pys_digits(lesson):
-    plain, _ = train("single", 1, "--steps 2")
+    plain, _ = oracle(lesson.name, "--steps 2")
     own, _ = train(lesson.name, 8, "--steps 2")
     for key, digits in (("losses", 4), ("grad_norms", 3)):
         assert [f"{x:.{digits}f}" for x in own[key]] == [f"{x:.{digits}f}" for x in plain[key]]
@@ -106,8 +115,8 @@ def test_with_its_defaults_on_8_ranks_a_lesson_prints_single_pys_digits(lesson):
 def check_masters(name, size=2):
     """In bf16, steps too small for a bf16 weight add up in an fp32 copy of it."""
     flags = f"{TINY} --steps 15 --lr 2e-5 --clip 0 --batch 24 --accum 2"
-    _, start = train("single", 1, f"{flags} --steps 1 --lr 0")
-    _, plain = train("single", 1, flags)
+    _, start = oracle(name, f"{flags} --steps 1 --lr 0")
+    _, plain = oracle(name, flags)
     _, weights = train(name, size, f"{flags} --dtype bf16")
     keys = [key for key in plain if "qkv.weight" in key]
     moved = sum((weights[key].float() - start[key]).abs().sum() for key in keys)
@@ -175,6 +184,8 @@ def check_ledger(name, size=4, flags="--accum 3"):
         least, most = slack_of.get(part, otherwise)
         assert -width * least <= more <= width * most, f"{part}: {more:+.0f} bytes from the formula"
     for part, row in result["sent"].items():
+        if part == "all-to-all" and "expert" in name:
+            continue  # it depends on the tokens, which tests/test_expert.py counts
         more = row["wire"] - row["formula"]
         assert abs(more) <= 3 * width * otherwise[0], f"{part}: sent {more:+.0f} bytes from the formula"
 
@@ -292,8 +303,4 @@ def test_a_lesson_has_its_headings_and_the_technique_first(lesson):
 MUTANTS = [
     ("ddp", "/ config.accum\n", "\n", check_parity, "losses differ"),
 ]
-
-
-@pytest.mark.parametrize("name, old, new, check, reason", MUTANTS)
-def test_a_mutant_is_rejected(name, old, new, check, reason, tmp_path):
-    rejects(check, reason, name, old, new, tmp_path)
+test_a_mutant_is_rejected = mutants(MUTANTS)

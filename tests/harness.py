@@ -19,6 +19,7 @@ import types
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -189,3 +190,14 @@ def rejects(check, reason, name, old, new, tmp_path):
         assert reason in str(error), f"rejected, but not because of {reason!r}: {error}"
     else:
         raise AssertionError(f"nothing noticed that {old!r} became {new!r}")
+
+
+def mutants(rows, name=None):
+    """A test that holds that each (lesson, old, new, check, reason) is rejected; name: of all the lesson."""
+    rows = [(name, *row) if name else row for row in rows]
+
+    @pytest.mark.parametrize("name, old, new, check, reason", rows)
+    def test(name, old, new, check, reason, tmp_path):
+        rejects(check, reason, name, old, new, tmp_path)
+
+    return test

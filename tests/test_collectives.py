@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import TINY, apart, load, rejects, world
+from tests.harness import TINY, apart, load, mutants, world
 from tests.test_zero import Late
 
 ALL_REDUCES = ("ring_all_reduce", "recursive_doubling_all_reduce", "halving_doubling_all_reduce")
@@ -211,8 +211,4 @@ MUTANTS = [
     ("- trace / samples", "", check_noise, "the square has a bias"),
     ("ring_all_reduce(sums)", "pass", check_noise_scale, "but it is"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("old, new, check, reason", MUTANTS)
-def test_a_mutant_is_rejected(old, new, check, reason, tmp_path):
-    rejects(check, reason, "collectives", old, new, tmp_path)
+test_a_mutant_is_rejected = mutants(MUTANTS, "collectives")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from test_all import check_ledger, check_parity, refused
-from tests.harness import apart, load, rejects, world
+from tests.harness import apart, load, mutants, world
 from tests.test_collectives import late_messages
 
 LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
@@ -156,8 +156,4 @@ MUTANTS = [
     ("flat_grad /= dist.get_world_size()", "flat_grad /= 2", check_mesh, "differ"),
     ("dist.get_rank() // config.cp", "dist.get_rank() % config.cp", check_mesh, "losses differ"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("old, new, check, reason", MUTANTS)
-def test_a_mutant_is_rejected(old, new, check, reason, tmp_path):
-    rejects(check, reason, "context_parallel", old, new, tmp_path)
+test_a_mutant_is_rejected = mutants(MUTANTS, "context_parallel")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import apart, load, rejects, world
+from tests.harness import apart, load, mutants, world
 from tests.test_zero import Late, Odd, Wide, batches, train_plain
 
 
@@ -220,8 +220,4 @@ MUTANTS = [
     ("param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
     ("master.grad = None", "pass", check_bf16, "gradients: +"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("old, new, check, reason", MUTANTS)
-def test_a_mutant_is_rejected(old, new, check, reason, tmp_path):
-    rejects(check, reason, "ddp", old, new, tmp_path)
+test_a_mutant_is_rejected = mutants(MUTANTS, "ddp")

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import TINY, apart, load, rejects, train, world
+from tests.harness import TINY, apart, load, mutants, train, world
 
 
 class Odd(nn.Module):
@@ -336,13 +336,6 @@ ASYNC_MUTANTS = [
     ("(times - 1)", "times", check_slow, "not one worker"),
     ("copied.grad.to(param.device, copy=True)", "copied.grad", check_bytes, "another thread is read"),
 ]  # fmt: skip
-
-
-MUTANTS = [("dp_threads", mutant) for mutant in THREADS_MUTANTS]
-MUTANTS += [("dp_async", mutant) for mutant in ASYNC_MUTANTS]
-
-
-@pytest.mark.parametrize("name, mutant", MUTANTS)
-def test_a_mutant_is_rejected(name, mutant, tmp_path):
-    old, new, check, reason = mutant
-    rejects(check, reason, name, old, new, tmp_path)
+MUTANTS = [("dp_threads", *row) for row in THREADS_MUTANTS]
+MUTANTS += [("dp_async", *row) for row in ASYNC_MUTANTS]
+test_a_mutant_is_rejected = mutants(MUTANTS)

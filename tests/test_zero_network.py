@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from test_all import check_ledger, check_parity
-from tests.harness import load, rejects, world
+from tests.harness import load, mutants, world
 from tests.test_zero import check_odd, every_stage, wrap
 
 
@@ -157,8 +157,4 @@ MUTANTS = [
     ("zero3", "other.finish_reduce()", "pass", check_timeline, "another order"),
     ("zero3", "self.units[i::direction]", "self.units[i:]", check_timeline, "another order"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, old, new, check, reason", MUTANTS)
-def test_a_mutant_is_rejected(name, old, new, check, reason, tmp_path):
-    rejects(check, reason, name, old, new, tmp_path)
+test_a_mutant_is_rejected = mutants(MUTANTS)

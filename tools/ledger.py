@@ -19,7 +19,8 @@ With --ranks, one of so many ranks is simulated, without the others or data: sha
 P parameters, R on the rank with most, T in the largest tensor, U in a block, E in no block; L layers, a
 heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches of b sequences each; w bytes of a
 weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state;
-f units gathered ahead; g 1 over gloo.
+f units gathered ahead; g 1 over gloo. With M mixtures of X experts on e ranks, of which a token takes t: D
+parameters outside experts, F in a rank's experts; an all-to-all depends on tokens, the formula is its mean.
 """
 
 import argparse
@@ -81,6 +82,11 @@ def letters_of(lesson, config, ranks, backend):
     ahead = config.layers if getattr(config, "no_reshard", False) else getattr(config, "prefetch", 0)
     letters["C"] = 2 if getattr(config, "schedule", "") == "interleaved" and ranks > 1 else 1
     letters["f"] = min(ahead, config.layers - 1)
+    if hasattr(config, "experts"):
+        letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
+        mlp = 8 * config.width**2 + 5 * config.width
+        letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - mlp)
+        letters["F"] = letters["M"] * config.experts // config.ep * mlp
     return letters
 
 

@@ -167,9 +167,15 @@ class Watch(TorchDispatchMode):
         given, other = tensors_in(args[0]), tensors_in(args[1])
         payload = max(sum(tensor.nbytes for tensor in tensors) for tensors in (given, other))
         name, passes = next((COLLECTIVES[key] for key in COLLECTIVES if key in operator), ("", 0))
+        if name == "all-to-all":
+            given = given + other  # a rank may receive nothing
         if name and max(tensor.numel() for tensor in given) > 1:
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            self.add(name, payload, passes * (group.size() - 1) / group.size() if passes else 1)
+            share = passes * (group.size() - 1) / group.size() if passes else 1
+            if name == "all-to-all" and args[4]:  # how many rows go to each rank
+                payload = other[0].nbytes
+                share = 1 - args[4][group.rank()] / max(sum(args[4]), 1)
+            self.add(name, payload, share)
 
     def root(self, number):
         while self.same[number] != number:
