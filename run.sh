@@ -11,7 +11,7 @@ cd "$(dirname "$0")"
 
 # In reading order, after single.py.
 LESSONS=(collectives dp_threads dp_async ddp zero1 zero2 zero3 tensor_parallel sequence_parallel context_parallel
-    pipeline zero_bubble checkpointing zero_r)
+    expert_parallel pipeline zero_bubble checkpointing zero_r)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
@@ -50,7 +50,7 @@ for lesson in "$@"; do
     exit 2
 done
 
-flags=(--batch $((4 * ranks)) ${FLAGS:-}) # the same text, batches and steps for all
+flags=(--batch $((4 * ranks)) --steps 10 ${FLAGS:-}) # the same text, batches and steps for all
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 rm -rf runs
 mkdir -p runs
@@ -66,6 +66,10 @@ run single "$python" tools/ledger.py single.py
 for lesson in "${@%.py}"; do
     case $lesson in
     dp_threads) run "$lesson" "$python" tools/ledger.py dp_threads.py --replicas "$ranks" ;;
+    expert_parallel) # whose model is another one
+        run "$lesson-alone" "$python" tools/ledger.py "$lesson.py"
+        run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py"
+        ;;
     dp_async) run "$lesson" "$python" tools/ledger.py dp_async.py --workers "$ranks" ;;
     *) run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py" ;;
     esac

@@ -33,6 +33,7 @@ class Lesson:
 
 BAD_SLOW = ("--slow 9=4", "--slow 1", "--slow 0=0.5", "--slow 0=x", "--slow x=2", "--slow 0=nan")
 BAD_SPLIT = ("--heads 9", "--vocab 254")
+BAD_EXPERTS = ("--ep 4 --experts 9", "--top-k 9", "--top-k 0", "--ep 3", "--ep -1")
 BAD_STAGES = ("--schedule zb-h1", "--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")
 
 LESSONS = [
@@ -52,7 +53,9 @@ LESSONS = [
         flags="--context 24",
     ),
     Lesson(
-        "expert_parallel", bad_flags=("--experts 9", "--top-k 13", "--ep 3", "--ep -1"), flags="--experts 12"
+        "expert_parallel",
+        bad_flags=("--ep 4 --experts 9", "--top-k 9", "--top-k 0", "--ep 3", "--ep -1"),
+        flags="--experts 12",
     ),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),

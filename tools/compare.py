@@ -1,5 +1,7 @@
 """One table of finished runs, each held against single.py's: python tools/compare.py runs ddp zero1 ...
 
+A lesson with a model of its own is held against its run on one rank, runs/NAME-alone.json.
+
 A lesson passes if each loss and each weight is single.py's within TOLERANCE: rounding may differ, no more.
 Reads runs/NAME.json, as tools/ledger.py writes it, and runs/NAME.pt, as --save does. MB are 10^6 bytes,
 measured / by the formula in the lesson's docstring.
@@ -43,12 +45,17 @@ def line(name, result, difference, verdict):
     return COLUMNS.format(name, result["world_size"], loss, difference, *held, sent, ms, verdict)
 
 
+def read(folder, name):
+    """(what tools/ledger.py wrote, weights) of a run."""
+    weights = torch.load(folder / f"{name}.pt", map_location="cpu")
+    return json.loads((folder / f"{name}.json").read_text()), weights
+
+
 def compare(folder, name, plain, weights):
     """(line of the table, whether the lesson agrees with single.py)."""
     if not (folder / f"{name}.json").exists() or not (folder / f"{name}.pt").exists():
         return f"{name:<18}did not finish", False
-    result = json.loads((folder / f"{name}.json").read_text())
-    own = torch.load(folder / f"{name}.pt", map_location="cpu")
+    result, own = read(folder, name)
     tolerance = TOLERANCE[result["dtype"]]
     if own.keys() != weights.keys():
         return line(name, result, "other names", "FAILED"), False
@@ -61,13 +68,16 @@ def compare(folder, name, plain, weights):
 
 
 def main(folder, names):
-    plain = json.loads((folder / "single.json").read_text())
-    weights = torch.load(folder / "single.pt", map_location="cpu")
+    plain, weights = read(folder, "single")
     print(COLUMNS.format(*TITLES, "ms/step", "verdict"))
     print(line("single", plain, "-", "the plain loop"))
     passed = 0
     for name in names:
-        row, good = compare(folder, name, plain, weights)
+        oracle = plain, weights
+        if (folder / f"{name}-alone.pt").exists():
+            oracle = read(folder, f"{name}-alone")
+            print(line(name, oracle[0], "-", "on one rank"))
+        row, good = compare(folder, name, *oracle)
         print(row)
         passed += good
     print(f"\n{passed} passed, {len(names) - passed} failed. MB held and sent by a rank: measured / formula")

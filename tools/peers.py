@@ -6,8 +6,6 @@ optimizer step, and whose weights() are the plain model's state_dict.
 
 import importlib.util
 import itertools
-import logging
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -125,52 +123,6 @@ def fsdp2(reshard, prefetch, lesson, config, device):
             after.set_modules_to_backward_prefetch([block])
     optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     return Peer(lesson, config, model, model, optimizer)
-
-
-class DeepSpeed(Peer):
-    """Its engine clips and steps by itself. In stage 3 no parameter stays whole, as in zero3.py.
-
-    fifths: with buckets of a fifth of the model, in place of 5e8 elements.
-    """
-
-    def __init__(self, stage, overlap, fifths, lesson, config, device):
-        model = new_model(lesson, config, device)
-        logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")
-        import deepspeed
-
-        zero = {"stage": stage, "overlap_comm": overlap, "contiguous_gradients": True}
-        if stage == 3:
-            zero["stage3_param_persistence_threshold"] = 0
-        if fifths:
-            elements = sum(p.numel() for p in model.parameters()) // 10 * 2  # which must be even
-            zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
-        optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            dist_init_required=False,
-            config={
-                "train_micro_batch_size_per_gpu": config.batch // dist.get_world_size() // config.accum,
-                "gradient_accumulation_steps": config.accum,
-                "gradient_clipping": config.clip,
-                "bf16": {"enabled": config.dtype == "bf16"},
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "zero_optimization": zero,
-            },
-        )
-        super().__init__(lesson, config, model, engine, optimizer)
-        self.gather = deepspeed.zero.GatheredParameters if stage == 3 else lambda _: nullcontext()
-
-    def step(self, batches):
-        for inputs, targets in batches:
-            self.wrapped.backward(self.lesson.mean_loss(self.wrapped(inputs), targets))
-            self.wrapped.step()
-
-    def weights(self):
-        with self.gather(list(self.model.parameters())):
-            return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
 
 class DTensors(Peer):
@@ -316,28 +268,21 @@ class TorchRing(torch.autograd.Function):
 
 
 class OtherAttention(AllReduced):
-    """The lesson with another attention: torch's ring, or DeepSpeed's Ulysses."""
+    """The lesson with another attention, here torch's ring, of tokens in this order."""
 
-    def __init__(self, kind, lesson, config, device):
+    order = "zigzag"
+
+    def __init__(self, lesson, config, device):
         super().__init__(lesson, config, device)
-        self.own = partial(lesson.shard_sequence, order="zigzag" if kind == "ring" else "contiguous")
-        self.attention = TorchRing.apply
-        if kind == "ulysses":
-            logging.disable(logging.WARNING)
-            import deepspeed
-            from deepspeed.sequence.layer import DistributedAttention
+        self.own = partial(lesson.shard_sequence, order=self.order)
 
-            deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-            one = nn.functional.scaled_dot_product_attention
-            local = lambda *qkv: one(*(x.transpose(1, 2) for x in qkv), is_causal=True).transpose(1, 2)  # noqa: E731
-            layer = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-            self.attention = lambda *qkv: layer(*(x.transpose(1, 2) for x in qkv), 0).transpose(1, 2)
+    def attention(self, q, k, v, is_causal):
+        return TorchRing.apply(q, k, v)
 
     def loss(self, inputs, targets):
         weights = dict(self.model.named_parameters())
         weights["positions.weight"] = self.own(weights["positions.weight"], 0)
-        instead = lambda *qkv, is_causal: self.attention(*qkv)  # noqa: E731
-        with mock.patch.object(nn.functional, "scaled_dot_product_attention", instead):
+        with mock.patch.object(nn.functional, "scaled_dot_product_attention", self.attention):
             logits = torch.func.functional_call(self.model, weights, self.own(inputs, 1))
         return self.lesson.mean_loss(logits, self.own(targets, 1))
 
@@ -376,23 +321,14 @@ def peers_of(name):
         peers["FSDP2"] = partial(fsdp2, True, False)
         peers["FSDP2, explicit prefetch"] = partial(fsdp2, True, True)
         peers["FSDP2, no reshard"] = partial(fsdp2, False, False)
-    if name in ("zero1", "zero2", "zero3"):
-        stage = int(name[-1])
-        installed = importlib.util.find_spec("deepspeed")
-        for title, *how in (
-            ("", True, False),
-            (", no overlap", False, False),
-            (", buckets of P/5", True, True),
-        ):
-            peers[f"DeepSpeed {stage}{title}"] = partial(DeepSpeed, stage, *how) if installed else None
     if name in ("tensor_parallel", "sequence_parallel"):
         peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")
     if name == "context_parallel":
-        peers["torch's ring attention"] = partial(OtherAttention, "ring")
-        installed = importlib.util.find_spec("deepspeed")
-        peers["DeepSpeed Ulysses"] = partial(OtherAttention, "ulysses") if installed else None
+        peers["torch's ring attention"] = OtherAttention
     if name == "pipeline":
         peers["torch pipelining"] = Pipelined
     if name == "checkpointing":
         peers["torch.utils.checkpoint"] = checkpointed
-    return peers
+    import peers_deepspeed  # which needs this module
+
+    return peers | peers_deepspeed.peers_of(name)
