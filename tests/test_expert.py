@@ -79,24 +79,34 @@ def test_a_mixture_is_that_of_one_device(size, ep, top_k, capacity_factor):
     assert top_k > 1 or zeros == pytest.approx(dropped), "tokens without a place do not pass unchanged"
 
 
-def train_without_dispatch(flags):
-    """On a rank: losses and norms when each mixture is computed as on one device."""
-    lesson, losses, norms = load("expert_parallel"), [], []
+def train_single(flags):
+    """On a rank: losses and norms of single.py with the same mixtures, computed as on one device."""
+    single, lesson = load("single"), load("expert_parallel")
+    gpt, losses, norms = single.GPT, [], []
 
-    def forward(moe, x):
-        out, moe.balance_loss, moe.load = mixture(dict(moe.named_parameters()), x.flatten(0, 1), moe.top_k)
-        moe.dropped = 0
-        return out.view_as(x)
+    def forward(block, x):
+        q, k, v = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + block.proj(attended.transpose(1, 2).flatten(2))
+        weights, tokens = dict(block.moe.named_parameters()), block.norm2(x).flatten(0, 1)
+        return x + mixture(weights, tokens, block.moe.top_k)[0].view_as(x)
 
-    lesson.MoE.forward = forward
-    lesson.print_step = lambda *args: (losses.append(args[2]), norms.append(args[3]))
-    lesson.train(lesson.parse(flags.split()))
+    def with_mixtures(config):
+        model = gpt(config)
+        lesson.mix_experts(model, config, None)
+        for block in model.blocks[::2]:
+            block.forward = partial(forward, block)
+        return model
+
+    single.GPT = with_mixtures
+    single.print_step = lambda *args: (losses.append(args[2]), norms.append(args[3]))
+    single.train(lesson.parse(flags.split()))
     return losses, norms
 
 
-def test_training_on_one_rank_is_that_without_dispatch():
-    flags = f"{TINY} --dtype fp64 --accum 2 --experts {EXPERTS} --lr 0.01"
-    losses, norms = world(1).run(train_without_dispatch, flags)[0]
+def test_on_one_rank_it_is_single_py_with_mixtures():
+    flags = f"{TINY} --dtype fp64 --accum 2 --experts {EXPERTS} --lr 0.01 --clip 0.5 --balance 0"
+    losses, norms = world(1).run(train_single, flags)[0]
     own, _ = train("expert_parallel", 1, flags)
     assert max(apart(own["losses"], losses), apart(own["grad_norms"], norms)) < 1e-10
 
