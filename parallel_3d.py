@@ -1,0 +1,480 @@
+"""3D parallelism: data x tensor x pipeline parallelism on one mesh; which group sums what, in which order.
+
+Idea
+    N = p x d x t ranks: p stages of a pipeline, in each d replicas with their own share of the batch, in a
+    replica t ranks that split each layer (Megatron-LM, arXiv 2104.04473). Tensor parallelism sends most: its
+    ranks are neighbours. ddp.py, tensor_parallel.py and pipeline.py teach the axes, here as short as can be.
+
+Memory (bytes; R parameters on the rank with most, about P/(tp); q = d with --zero 1, else 1)
+    parameters    (w+c/q)R                 w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master in bf16: 4
+    gradients     (w+max(w(1-1/q),c/q))R   with --zero 1 also the shards', in bf16 in fp32
+    optimizer     KR/q                     K the moments: AdamW 8, in fp64 16; SGD 0
+
+Communication (a step of 2 x 2 x 2 ranks)
+    stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3      microbatches in 1F1B: tensor 0-1, pipeline 0-4
+    stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7      last backward: data 0-2, layer by layer
+    then      the embedding's gradient, 0-4 and 0-2; norm, all ranks; step; with --zero 1 weights, 0-2
+
+Costs (bytes that a rank sends in a step of k microbatches of b sequences, along each axis)
+    tensor        8kbs((L+p-1)//p)wh(t-1)/t   four all-reduces a block
+    pipeline      min(2,p-1)kwbsh             outputs to the next stage, gradients back
+    tie           min(1,p-1)wvh               all-reduce of the embedding's gradient
+    data          2wR(d-1)/d                  all-reduce of gradients, or its halves
+
+Run
+    torchrun --nproc_per_node=4 parallel_3d.py
+    torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
+
+Left out
+    A split vocabulary, sequence parallelism, other schedules, ZeRO-2 and 3, creating only a rank's weights.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Mesh:
+    """This rank's place, and its group along each axis: ranks that differ in that coordinate alone."""
+
+    def __init__(self, pp, dp, tp):
+        self.ranks = np.arange(pp * dp * tp).reshape(pp, dp, tp)
+        self.pp, self.dp, self.tp = self.ranks.shape
+        places = np.argwhere(self.ranks == dist.get_rank()).tolist()
+        self.pp_rank, self.dp_rank, self.tp_rank = places[0]
+        self.is_first = self.pp_rank == 0
+        self.is_last = self.pp_rank == pp - 1
+        self.output_group = self.group(self.ranks, 0, "pipeline")
+        self.gradient_group = self.group(self.ranks, 0, "pipeline")  # NCCL runs a group's messages in turn
+        self.dp_group = self.group(self.ranks, 1, "data")
+        self.tp_group = self.group(self.ranks, 2, "tensor")
+        self.tie_group = self.group(self.ranks[[0, -1]], 0, "tie") if pp > 1 else None
+
+    def group(self, ranks, axis, name):
+        lines = np.moveaxis(ranks, axis, -1)
+        lines = lines.reshape(-1, lines.shape[-1]).tolist()
+        own, _ = dist.new_subgroups_by_enumeration(lines, group_desc=name)  # all ranks make all
+        return own
+
+    def tp_sum(self, x):
+        total = x.clone()
+        dist.all_reduce(total, group=self.tp_group)
+        return total
+
+
+class Pair(torch.autograd.Function):
+    """x -> forward(x), and its gradient -> backward(gradient)."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.to_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.to_gradient(gradient), None, None
+
+
+def column_parallel(linear, mesh, x):  # (B, T, D) -> (B, T, F/t); each rank has a part of x's gradient
+    return F.linear(Pair.apply(x, torch.detach, mesh.tp_sum), linear.weight, linear.bias)
+
+
+def row_parallel(linear, mesh, x):  # (B, T, F/t) -> (B, T, D); the bias counts once
+    return Pair.apply(F.linear(x, linear.weight), mesh.tp_sum, torch.detach) + linear.bias
+
+
+SPLITS = {  # (forward, dim of the weight that is split, matrices side by side in it)
+    "qkv": (column_parallel, 0, 3),
+    "proj": (row_parallel, 1, 1),
+    "up": (column_parallel, 0, 1),
+    "down": (row_parallel, 1, 1),
+}
+
+
+def split_tensors(model, mesh):
+    """Keep 1/t of the layers in SPLITS. What is split has a note of how, .parts."""
+    for block in model.blocks:
+        block.heads //= mesh.tp
+        for name, (forward, dim, parts) in SPLITS.items():
+            layer = getattr(block, name)
+            layer.forward = partial(forward, layer, mesh)
+            for param in layer.parameters():
+                if dim < param.dim():  # a row-parallel layer's bias stays whole
+                    param.parts = dim, parts
+                    shards = param.detach().unflatten(dim, (parts, mesh.tp, -1))
+                    own = shards.select(dim + 1, mesh.tp_rank)
+                    param.data = own.flatten(dim, dim + 1)
+
+
+def stage_of(model, mesh):
+    """This rank's layers. The head is the embedding, of which first and last stage have a copy each."""
+    sizes = [(len(model.blocks) + stage) // mesh.pp for stage in range(mesh.pp)]
+    end = sum(sizes[: mesh.pp_rank + 1])
+    layers = list(model.blocks[end - sizes[mesh.pp_rank] : end])
+    if mesh.is_first:
+        model.positions.forward = partial(add_positions, model.positions)
+        layers = [model.tokens, model.positions, *layers]
+    if mesh.is_last:
+        head = nn.Linear(1, 1, bias=False)
+        head.weight = model.tokens.weight
+        layers += [model.norm, head]
+    return nn.Sequential(*layers)
+
+
+def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
+    return x + positions.weight[: x.shape[1]]
+
+
+class Bucket:
+    """Parameters as views of a flat tensor, gradients of another, which travels. An optimizer has shard."""
+
+    def __init__(self, params, mesh, zero):
+        self.mesh = mesh
+        self.n_shards = mesh.dp if zero else 1
+        self.size = len(params)
+        self.pending = 0  # gradients, in the last backward of a step
+        flat = nn.utils.parameters_to_vector(params).detach()
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))
+        self.flat_grad = torch.zeros_like(self.flat_param)
+        for param in params:
+            param.grad = torch.empty_like(param)
+            param.register_post_accumulate_grad_hook(self.gradient_landed)
+        nn.utils.vector_to_parameters(self.flat_param, params)
+        nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        self.shard = nn.Parameter(self.own(self.flat_param).to(wide))  # in bf16 a copy
+        counts_here = hasattr(params[0], "parts") or mesh.tp_rank == 0
+        self.counts = counts_here and (zero or mesh.dp_rank == 0)  # in the norm, which counts each once
+
+    def own(self, flat):
+        return flat.chunk(self.n_shards)[self.mesh.dp_rank % self.n_shards]
+
+    def gradient_landed(self, _):
+        self.pending -= 1
+        if self.pending == 0:
+            self.launch()
+
+    def launch(self):
+        options = {"group": self.mesh.dp_group, "async_op": True}
+        self.grad = self.flat_grad
+        if self.n_shards == 1:
+            self.work = dist.all_reduce(self.grad, **options)
+        else:
+            self.grad = torch.empty_like(self.own(self.flat_grad))
+            self.work = reduce_scatter(self.grad, self.flat_grad, **options)
+
+    def finish(self):
+        self.work.wait()
+        self.grad /= self.mesh.dp
+        self.shard.grad = self.grad.to(self.shard.dtype)
+
+    @torch.no_grad()
+    def update(self):
+        own = self.own(self.flat_param)
+        own.copy_(self.shard)
+        if self.n_shards > 1:
+            all_gather(self.flat_param, own, group=self.mesh.dp_group)
+        self.flat_grad.zero_()
+
+
+class Parallel3D:
+    """This rank's part of a model, which all ranks have made. A step: forward_backward(), clip_grad_norm_(),
+    a step of an optimizer of `shards`, and each bucket's update()."""
+
+    def __init__(self, model, mesh, zero, device, dtype):
+        self.mesh = mesh
+        self.width = model.tokens.embedding_dim
+        split_tensors(model, mesh)
+        self.stage = stage_of(model, mesh).to(device, dtype)
+        own = set(self.stage.parameters())
+        self.params = {name: param for name, param in model.named_parameters() if param in own}
+        groups = {}
+        for name, param in self.stage.named_parameters():
+            layer = name.split(".")[0]
+            groups.setdefault((layer, hasattr(param, "parts")), []).append(param)
+        self.buckets = [Bucket(params, mesh, zero) for params in groups.values()]
+        self.shards = [bucket.shard for bucket in self.buckets]
+        self.tied = mesh.tie_group and self.buckets[0 if mesh.is_first else -1]
+        if self.tied:
+            self.tied.counts &= mesh.is_first
+
+    def forward_backward(self, batches):
+        """1F1B over this replica's microbatches (inputs, targets). Returns the mean loss of all replicas."""
+        mesh = self.mesh
+        self.loss = self.shards[0].new_zeros((), dtype=torch.float64)
+        self.sends = []
+        alive = []
+        warmup = mesh.pp - 1 - mesh.pp_rank
+        last_turn = len(batches) + warmup - 1
+        for turn in range(last_turn + 1):
+            if turn < len(batches):
+                alive.append(self._forward(*batches[turn], len(batches)))
+            if turn == last_turn:
+                for bucket in self.buckets:
+                    bucket.pending = 0 if bucket is self.tied else bucket.size
+            if turn >= warmup:
+                self._backward(*alive.pop(0))
+        for work in self.sends:
+            work.wait()
+        dist.all_reduce(self.loss)  # of the last stage, of which the t ranks have the same
+        return self.loss / (mesh.dp * mesh.tp)
+
+    def _forward(self, inputs, targets, n_microbatches):
+        mesh = self.mesh
+        x = inputs
+        if not mesh.is_first:
+            x = self.buckets[0].flat_param.new_empty(*inputs.shape, self.width)
+            dist.recv(x, group=mesh.output_group, group_src=mesh.pp_rank - 1)
+            x.requires_grad_()
+        output = self.stage(x)
+        if mesh.is_last:
+            output = mean_loss(output, targets) / n_microbatches  # for gradients add up over microbatches
+            self.loss += output.detach()
+        else:
+            send = dist.isend(output.detach(), group=mesh.output_group, group_dst=mesh.pp_rank + 1)
+            self.sends.append(send)
+        return x, output
+
+    def _backward(self, x, output):
+        mesh = self.mesh
+        gradient = None
+        if not mesh.is_last:
+            gradient = torch.empty_like(output)
+            dist.recv(gradient, group=mesh.gradient_group, group_src=mesh.pp_rank + 1)
+        output.backward(gradient)
+        if not mesh.is_first:
+            send = dist.isend(x.grad, group=mesh.gradient_group, group_dst=mesh.pp_rank - 1)
+            self.sends.append(send)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm):
+        """Give the shards their gradients, of a norm of max_norm at most. Returns the global norm before."""
+        if self.tied:  # both copies of the embedding, then all replicas; only then is the norm known
+            dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)
+            self.tied.launch()
+        squares = torch.zeros_like(self.loss)
+        for bucket in self.buckets:
+            bucket.finish()
+            if bucket.counts:
+                squares += bucket.shard.grad.square().sum(dtype=torch.float64)
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
+        return norm
+
+    def full_state_dict(self):
+        """The plain model's state_dict, on every rank's host."""
+        own = {}
+        for name, param in self.params.items():
+            own[name] = param.cpu(), getattr(param, "parts", None)
+        states = [None] * dist.get_world_size()
+        dist.all_gather_object(states, own, group=dist.new_group(backend="gloo"))
+        whole = {}
+        for ranks in self.mesh.ranks[:, 0]:  # of the first replica
+            for name, (tensor, parts) in states[ranks[0]].items():
+                if parts:
+                    dim, n_parts = parts
+                    shards = [states[rank][name][0].unflatten(dim, (n_parts, -1)) for rank in ranks]
+                    tensor = torch.cat(shards, dim + 1).flatten(dim, dim + 1)
+                whole[name] = tensor
+        return whole
+
+
+def train(config):
+    """Train with these flags."""
+    device, text, mesh = set_up_mesh(config)
+    parallel = Parallel3D(GPT(config), mesh, config.zero, device, DTYPES[config.dtype])
+    optimizer = OPTIMIZERS[config.optim](parallel.shards, lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        batches = microbatches(config, text, step, device, mesh.dp_rank, mesh.dp)  # the same in a replica
+        loss = parallel.forward_backward(list(batches))
+        grad_norm = parallel.clip_grad_norm_(config.clip or math.inf)
+        optimizer.step()
+        for bucket in parallel.buckets:
+            bucket.update()
+        print_step(config, step, loss, grad_norm, started)
+    if config.save:
+        state_dict = parallel.full_state_dict()
+        if dist.get_rank() == 0:
+            torch.save(state_dict, config.save)
+
+
+def set_up_mesh(config):
+    """Check the flags and join. Returns the device, the text and the mesh."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    config.tp = config.tp or math.gcd(2, world_size)
+    config.pp = config.pp or math.gcd(2, world_size // config.tp)
+    if config.tp < 1 or config.pp < 1 or world_size % (config.tp * config.pp):
+        refuse(f"--tp {config.tp} x --pp {config.pp}: must divide the {world_size} ranks")
+    config.dp = world_size // (config.tp * config.pp)
+    axes = f" | {config.pp} stages x {config.dp} replicas x {config.tp} parts | zero {config.zero}"
+    device, text = set_up(config, axes, config.dp)
+    if config.heads % config.tp:
+        refuse(f"--heads {config.heads}: must be a multiple of --tp {config.tp}")
+    if config.layers < config.pp:
+        refuse(f"--layers {config.layers}: must be at least --pp {config.pp}")
+    mesh = Mesh(config.pp, config.dp, config.tp)
+    if dist.get_rank() == 0:
+        print(mesh.ranks)
+    return device, text, mesh
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--tp", type=int, help="ranks that split each layer (none: 2 if the world is even)")
+    parser.add_argument("--pp", type=int, help="stages (none: 2 if what is left is even)")
+    parser.add_argument("--zero", type=int, default=0, choices=(0, 1), help="1: shard optimizer states")
+    parser.set_defaults(accum=4)
+    return parser.parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()
