@@ -6,14 +6,14 @@ Idea
     ranks are neighbours. ddp.py, tensor_parallel.py and pipeline.py teach the axes, here as short as can be.
 
 Memory (bytes; R parameters on the rank with most, about P/(tp); q = d with --zero 1, else 1)
-    parameters    (w+c/q)R                 w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master in bf16: 4
-    gradients     (w+max(w(1-1/q),c/q))R   with --zero 1 also the shards', in bf16 in fp32
-    optimizer     KR/q                     K the moments: AdamW 8, in fp64 16; SGD 0
+    parameters    (w+c/q)R                   w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
+    gradients     (w(1+z)+(c+wz)/q)R         z = --zero: also those that arrive, and the shards'
+    optimizer     KR/q                       K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (a step of 2 x 2 x 2 ranks)
     stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3      microbatches in 1F1B: tensor 0-1, pipeline 0-4
     stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7      last backward: data 0-2, layer by layer
-    then      the embedding's gradient, 0-4 and 0-2; norm, all ranks; step; with --zero 1 weights, 0-2
+    Then the embedding's gradient, 0-4 and 0-2; norm, all ranks; step; with --zero 1 weights, 0-2
 
 Costs (bytes that a rank sends in a step of k microbatches of b sequences, along each axis)
     tensor        8kbs((L+p-1)//p)wh(t-1)/t   four all-reduces a block
@@ -45,24 +45,25 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Mesh:
-    """This rank's place, and its group along each axis: ranks that differ in that coordinate alone."""
+    """This rank's place in ranks (p, d, t), and its groups: in one, ranks differ in one coordinate alone."""
 
-    def __init__(self, pp, dp, tp):
-        self.ranks = np.arange(pp * dp * tp).reshape(pp, dp, tp)
-        self.pp, self.dp, self.tp = self.ranks.shape
-        places = np.argwhere(self.ranks == dist.get_rank()).tolist()
-        self.pp_rank, self.dp_rank, self.tp_rank = places[0]
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.pp, self.dp, self.tp = ranks.shape
+        places = np.argwhere(ranks == dist.get_rank())
+        self.pp_rank, self.dp_rank, self.tp_rank = places[0].tolist()
         self.is_first = self.pp_rank == 0
-        self.is_last = self.pp_rank == pp - 1
-        self.output_group = self.group(self.ranks, 0, "pipeline")
-        self.gradient_group = self.group(self.ranks, 0, "pipeline")  # NCCL runs a group's messages in turn
-        self.dp_group = self.group(self.ranks, 1, "data")
-        self.tp_group = self.group(self.ranks, 2, "tensor")
-        self.tie_group = self.group(self.ranks[[0, -1]], 0, "tie") if pp > 1 else None
+        self.is_last = self.pp_rank == self.pp - 1
+        self.output_group = self.group(ranks, 0, "pipeline")
+        self.gradient_group = self.group(ranks, 0, "pipeline")  # NCCL runs a group's messages in turn
+        self.dp_group = self.group(ranks, 1, "data")
+        self.tp_group = self.group(ranks, 2, "tensor")
+        self.tie_group = None
+        if self.pp > 1:  # the embedding's, which is the head, too
+            self.tie_group = self.group(ranks[[0, -1]], 0, "tie")
 
     def group(self, ranks, axis, name):
         lines = np.moveaxis(ranks, axis, -1)
@@ -117,7 +118,8 @@ def split_tensors(model, mesh):
                     param.parts = dim, parts
                     shards = param.detach().unflatten(dim, (parts, mesh.tp, -1))
                     own = shards.select(dim + 1, mesh.tp_rank)
-                    param.data = own.flatten(dim, dim + 1)
+                    own = own.flatten(dim, dim + 1)
+                    param.data = own.contiguous()
 
 
 def stage_of(model, mesh):
@@ -173,12 +175,14 @@ class Bucket:
         self.grad = self.flat_grad
         if self.n_shards == 1:
             self.work = dist.all_reduce(self.grad, **options)
-        else:
-            self.grad = torch.empty_like(self.own(self.flat_grad))
-            self.work = reduce_scatter(self.grad, self.flat_grad, **options)
+        else:  # a reduce-scatter, whose sum is left to finish()
+            self.grad = torch.empty_like(self.flat_grad)
+            self.work = dist.all_to_all_single(self.grad, self.flat_grad, **options)
 
     def finish(self):
         self.work.wait()
+        if self.n_shards > 1:
+            self.grad = self.grad.view(self.n_shards, -1).sum(0)
         self.grad /= self.mesh.dp
         self.shard.grad = self.grad.to(self.shard.dtype)
 
@@ -192,8 +196,7 @@ class Bucket:
 
 
 class Parallel3D:
-    """This rank's part of a model, which all ranks have made. A step: forward_backward(), clip_grad_norm_(),
-    a step of an optimizer of `shards`, and each bucket's update()."""
+    """A step: forward_backward(), clip_grad_norm_(), a step of an optimizer of shards, buckets' update()."""
 
     def __init__(self, model, mesh, zero, device, dtype):
         self.mesh = mesh
@@ -280,7 +283,7 @@ class Parallel3D:
         """The plain model's state_dict, on every rank's host."""
         own = {}
         for name, param in self.params.items():
-            own[name] = param.cpu(), getattr(param, "parts", None)
+            own[name] = param.data.cpu(), getattr(param, "parts", None)
         states = [None] * dist.get_world_size()
         dist.all_gather_object(states, own, group=dist.new_group(backend="gloo"))
         whole = {}
@@ -295,7 +298,6 @@ class Parallel3D:
 
 
 def train(config):
-    """Train with these flags."""
     device, text, mesh = set_up_mesh(config)
     parallel = Parallel3D(GPT(config), mesh, config.zero, device, DTYPES[config.dtype])
     optimizer = OPTIMIZERS[config.optim](parallel.shards, lr=config.lr, fused=True)
@@ -322,16 +324,14 @@ def set_up_mesh(config):
     if config.tp < 1 or config.pp < 1 or world_size % (config.tp * config.pp):
         refuse(f"--tp {config.tp} x --pp {config.pp}: must divide the {world_size} ranks")
     config.dp = world_size // (config.tp * config.pp)
-    axes = f" | {config.pp} stages x {config.dp} replicas x {config.tp} parts | zero {config.zero}"
-    device, text = set_up(config, axes, config.dp)
+    ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
+    choices = f" | zero {config.zero} | stages x replicas x parts:\n{ranks}"
+    device, text = set_up(config, choices, config.dp)
     if config.heads % config.tp:
         refuse(f"--heads {config.heads}: must be a multiple of --tp {config.tp}")
     if config.layers < config.pp:
         refuse(f"--layers {config.layers}: must be at least --pp {config.pp}")
-    mesh = Mesh(config.pp, config.dp, config.tp)
-    if dist.get_rank() == 0:
-        print(mesh.ranks)
-    return device, text, mesh
+    return device, text, Mesh(ranks)
 
 
 def parse(arguments=None):

@@ -82,12 +82,23 @@ def letters_of(lesson, config, ranks, backend):
     ahead = config.layers if getattr(config, "no_reshard", False) else getattr(config, "prefetch", 0)
     letters["C"] = 2 if getattr(config, "schedule", "") == "interleaved" and ranks > 1 else 1
     letters["f"] = min(ahead, config.layers - 1)
+    if hasattr(config, "tp"):
+        letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
+        letters |= {"z": config.zero, "q": config.dp if config.zero else 1}
     if hasattr(config, "experts"):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
         mlp = 8 * config.width**2 + 5 * config.width
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - mlp)
         letters["F"] = letters["M"] * config.experts // config.ep * mlp
     return letters
+
+
+def parameters_of_stage(config, letters, stage):
+    """On each rank of a stage of a mesh, where embeddings, norms and row-parallel biases are whole."""
+    h, blocks = config.width, (config.layers + stage) // config.pp
+    first, last = stage == 0, stage == config.pp - 1
+    ends = first * config.context * h + (first or last) * config.vocab * h + last * 2 * h
+    return blocks * ((12 * h * h + 7 * h) // config.tp + 6 * h) + ends
 
 
 def run(lesson, config, trace=None):
@@ -140,6 +151,8 @@ def result_of(lesson, config, watch, history):
         elements |= rank_elements
     letters = letters_of(lesson, config, ranks, backend)
     letters["R"] = elements[lesson.DTYPES[config.dtype]]
+    if hasattr(config, "tp"):
+        letters["R"] = max(parameters_of_stage(config, letters, stage) for stage in range(config.pp))
     result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
     formulas = read_formulas(lesson, config)

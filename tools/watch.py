@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 # {what the operator's name contains: (collective, passes round the ring)}
 COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
 COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
+AXES = ("tensor", "pipeline", "tie", "data")  # groups of a mesh, of which all bytes are counted together
 COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
 
 
@@ -175,7 +176,8 @@ class Watch(TorchDispatchMode):
             if name == "all-to-all" and args[4]:  # how many rows go to each rank
                 payload = other[0].nbytes
                 share = 1 - args[4][group.rank()] / max(sum(args[4]), 1)
-            self.add(name, payload, share)
+            axis = group.group_desc if group.group_desc in AXES else name
+            self.add(axis, payload, share)
 
     def root(self, number):
         while self.same[number] != number:
