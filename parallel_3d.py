@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; R parameters on the rank with most, about P/(tp); q = d with --zero 1, else 1)
     parameters    (w+c/q)R                   w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients     (w(1+z)+(c+wz)/q)R         z = --zero: also those that arrive, and the shards'
+    gradients     (w(1+z)+(c+wz)/q)R         z = --zero: also those that arrive, and the shards' own
     optimizer     KR/q                       K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (a step of 2 x 2 x 2 ranks)
@@ -48,7 +48,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Mesh:
-    """This rank's place in ranks (p, d, t), and its groups: in one, ranks differ in one coordinate alone."""
+    """This rank's place in ranks (p, d, t), and its groups: each varies one of the three coordinates."""
 
     def __init__(self, ranks):
         self.ranks = ranks
@@ -68,7 +68,7 @@ class Mesh:
     def group(self, ranks, axis, name):
         lines = np.moveaxis(ranks, axis, -1)
         lines = lines.reshape(-1, lines.shape[-1]).tolist()
-        own, _ = dist.new_subgroups_by_enumeration(lines, group_desc=name)  # all ranks make all
+        own, _ = dist.new_subgroups_by_enumeration(lines, group_desc=name)  # every rank creates every group
         return own
 
     def tp_sum(self, x):
@@ -107,7 +107,7 @@ SPLITS = {  # (forward, dim of the weight that is split, matrices side by side i
 
 
 def split_tensors(model, mesh):
-    """Keep 1/t of the layers in SPLITS. What is split has a note of how, .parts."""
+    """Keep 1/t of the layers in SPLITS. Split parameters record how in .parts."""
     for block in model.blocks:
         block.heads //= mesh.tp
         for name, (forward, dim, parts) in SPLITS.items():
@@ -142,7 +142,7 @@ def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
 
 
 class Bucket:
-    """Parameters as views of a flat tensor, gradients of another, which travels. An optimizer has shard."""
+    """Parameters are views of one flat tensor, gradients of another, which travels. Optimizers step shard."""
 
     def __init__(self, params, mesh, zero):
         self.mesh = mesh
@@ -175,7 +175,7 @@ class Bucket:
         self.grad = self.flat_grad
         if self.n_shards == 1:
             self.work = dist.all_reduce(self.grad, **options)
-        else:  # a reduce-scatter, whose sum is left to finish()
+        else:  # a reduce-scatter, which gloo does at twice the bytes; finish() adds up
             self.grad = torch.empty_like(self.flat_grad)
             self.work = dist.all_to_all_single(self.grad, self.flat_grad, **options)
 
@@ -233,7 +233,7 @@ class Parallel3D:
                 self._backward(*alive.pop(0))
         for work in self.sends:
             work.wait()
-        dist.all_reduce(self.loss)  # of the last stage, of which the t ranks have the same
+        dist.all_reduce(self.loss)  # of the last stage; its t ranks agree
         return self.loss / (mesh.dp * mesh.tp)
 
     def _forward(self, inputs, targets, n_microbatches):
@@ -245,7 +245,7 @@ class Parallel3D:
             x.requires_grad_()
         output = self.stage(x)
         if mesh.is_last:
-            output = mean_loss(output, targets) / n_microbatches  # for gradients add up over microbatches
+            output = mean_loss(output, targets) / n_microbatches  # as gradients add up over microbatches
             self.loss += output.detach()
         else:
             send = dist.isend(output.detach(), group=mesh.output_group, group_dst=mesh.pp_rank + 1)
@@ -265,7 +265,7 @@ class Parallel3D:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Give the shards their gradients, of a norm of max_norm at most. Returns the global norm before."""
+        """Finish the gradients' sums and clip those of the shards to max_norm. Returns the norm before."""
         if self.tied:  # both copies of the embedding, then all replicas; only then is the norm known
             dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)
             self.tied.launch()
@@ -283,7 +283,7 @@ class Parallel3D:
         """The plain model's state_dict, on every rank's host."""
         own = {}
         for name, param in self.params.items():
-            own[name] = param.data.cpu(), getattr(param, "parts", None)
+            own[name] = param.data.clone().cpu(), getattr(param, "parts", None)
         states = [None] * dist.get_world_size()
         dist.all_gather_object(states, own, group=dist.new_group(backend="gloo"))
         whole = {}

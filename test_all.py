@@ -34,6 +34,7 @@ class Lesson:
 BAD_SLOW = ("--slow 9=4", "--slow 1", "--slow 0=0.5", "--slow 0=x", "--slow x=2", "--slow 0=nan")
 BAD_SPLIT = ("--heads 9", "--vocab 254")
 BAD_EXPERTS = ("--ep 4 --experts 9", "--top-k 9", "--top-k 0", "--ep 3", "--ep -1")
+BAD_MESHES = ("--tp 3", "--pp -1", "--heads 9", "--layers 1", "--zero 2")
 BAD_STAGES = ("--schedule zb-h1", "--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")
 
 LESSONS = [
@@ -59,6 +60,7 @@ LESSONS = [
     ),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
+    Lesson("parallel_3d", bad_flags=BAD_MESHES),
     Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload")),
     Lesson("zero_r", bad_flags=("--policy full",)),
 ]

@@ -1,0 +1,154 @@
+"""What is special to parallel_3d.py: every mesh is single.py, who sends what along which axis, and when."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from test_all import check_ledger, check_parity
+from tests.harness import TINY, load, mutants, train, world
+
+MESHES = [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 4), (4, 4, 1), (4, 2, 2), (4, 1, 1)]
+MESHES += [(8, 2, 2), (8, 1, 8), (8, 8, 1), (8, 4, 2), (8, 2, 4), (8, 1, 1)]  # ranks, tp, pp
+SHAPE = "--layers 9 --heads 8 --width 24 --batch 16 --steps 2"
+
+
+def check_mesh(name, size=8, tp=2, pp=2, zero=0, flags="--accum 2"):
+    check_parity(name, size, f"{SHAPE} {flags}", f"--tp {tp} --pp {pp} --zero {zero}")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("size, tp, pp", MESHES)
+def test_every_mesh_trains_as_single_py(size, tp, pp, zero):
+    check_mesh("parallel_3d", size, tp, pp, zero)
+
+
+def test_stages_may_be_deeper_than_there_are_microbatches():
+    check_mesh("parallel_3d", 4, 1, 4, flags="--accum 1")
+
+
+def check_axes(name, zero=1):
+    for flags in ("--tp 2 --pp 2", "--tp 1 --pp 2", "--tp 4 --pp 1", "--tp 1 --pp 4", "--tp 1 --pp 1"):
+        check_ledger(name, 4, f"--layers 5 {flags} --zero {zero} --accum 3")
+    check_ledger(name, 8, f"--layers 5 --tp 2 --pp 2 --zero {zero} --accum 3")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_bytes_held_and_sent_along_each_axis_are_the_formulas(zero):
+    check_axes("parallel_3d", zero)
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 2), (1, 2), (1, 4), (2, 4), (4, 2)])
+def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
+    """plan.py splits the vocabulary over tensor ranks, which the lesson does not: it is added here."""
+    plan, flags = load("plan"), f"--layers 4 --heads 8 --width 48 --batch 16 --accum 2 --tp {tp} --pp {pp}"
+    result, _ = train("parallel_3d", 8, f"{TINY} {flags}", watched=True)
+    shape, dp = plan.Shape(4, 8, 48, 16, 256), 8 // tp // pp
+    params = []
+    for i in range(pp):
+        blocks, ends = (4 + i) // pp, (i == 0, i == pp - 1)
+        params.append(plan.parameters(blocks, 48, 0, 16, tp, *ends) + 48 * 256 * any(ends))
+    held = plan.states(0, max(params), 1, "fp32")
+    sent = {key: row["wire"] for key, row in result["sent"].items() if key in ("tensor", "pipeline", "data")}
+    for key in ("parameters", "optimizer"):
+        assert result["held"][key]["measured"] == pytest.approx(held[key], abs=200), f"other {key}"
+    batch = 16 // dp // 2
+    stage = shape._replace(layers=(4 + pp - 1) // pp)
+    assert sent.get("tensor", 0) == plan.tensor_wire(stage, batch, "none", tp, False, 4, 2)
+    assert sent["pipeline"] == 2 * 4 * batch * 16 * 48 * min(2, pp - 1)
+    assert sent.get("data", 0) == plan.wire(0, max(params), dp, 2, 4)
+
+
+def events(name):
+    """On a rank: in the last backward of a step, what is launched, and how many layers compute after it."""
+    lesson, log = load(name), []
+    config = lesson.parse(f"{TINY} {SHAPE} --tp 1 --pp 1 --steps 1 --accum 2".split())
+    launch, finish = lesson.Bucket.launch, lesson.Bucket.finish
+    lesson.Bucket.launch = lambda bucket: (log.append("launch"), launch(bucket))
+    lesson.Bucket.finish = lambda bucket: (log.append("finish"), finish(bucket))
+    block = lesson.Block.__init__
+
+    def noting(self, *args):
+        block(self, *args)
+        self.register_full_backward_pre_hook(lambda *_: log.append("backward"))
+
+    lesson.Block.__init__ = noting
+    lesson.train(config)
+    return log
+
+
+def check_overlap(name):
+    """The first backward launches nothing; in the last one each layer's gradients leave before the next."""
+    for log in world(2).run(events, name):
+        first, last = log[:9], log[9:]
+        assert first == ["backward"] * 9, "gradients leave before they are whole"
+        assert last.index("finish") == len(last) - last.count("finish"), "a wait before the last backward"
+        while_computing = last[: len(last) - last[::-1].index("backward")]
+        assert while_computing.count("launch") >= 2 * 8, "gradients wait for the end of backward"
+
+
+def test_gradients_leave_while_layers_below_compute():
+    check_overlap("parallel_3d")
+
+
+def mesh_of(name, shape):
+    """On a rank: its coordinates and the ranks of its groups."""
+    mesh = load(name).Mesh(np.arange(8).reshape(shape))
+    groups = mesh.output_group, mesh.gradient_group, mesh.dp_group, mesh.tp_group, mesh.tie_group
+    return (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [g and dist.get_process_group_ranks(g) for g in groups]
+
+
+def test_tensor_ranks_are_neighbours_and_stages_farthest_apart():
+    for rank, ((p, d, t), groups) in enumerate(world(8).run(mesh_of, "parallel_3d", (2, 2, 2))):
+        stages, first = [2 * d + t, 4 + 2 * d + t], rank - t
+        assert groups == [stages, stages, [4 * p + t, 4 * p + 2 + t], [first, first + 1], stages]
+    tied = [groups[4] for _, groups in world(8).run(mesh_of, "parallel_3d", (4, 1, 2))]
+    assert tied == [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]]
+
+
+def test_a_saved_file_has_no_more_than_the_weights(tmp_path):
+    _, weights = train("parallel_3d", 4, f"{TINY} --steps 1")
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in weights.values())
+
+
+def check_published(name):
+    """Table 1 of arXiv 2104.04473: billions of parameters, and replicas, of these shapes on so many GPUs."""
+    plan = load(name)
+    for hidden, layers, t, p, gpus, billions, data in (
+        (2304, 24, 1, 1, 32, 1.7, 32), (3072, 30, 2, 1, 64, 3.6, 32), (4096, 36, 4, 1, 128, 7.5, 32),
+        (6144, 40, 8, 1, 256, 18.4, 32), (8192, 48, 8, 2, 512, 39.1, 32), (10240, 60, 8, 4, 1024, 76.1, 32),
+        (12288, 80, 8, 8, 1536, 145.6, 24), (16384, 96, 8, 16, 1920, 310.1, 15),
+        (20480, 105, 8, 35, 2520, 529.6, 9), (25600, 128, 8, 64, 3072, 1008.0, 6),
+    ):  # fmt: skip
+        flags = f"--layers {layers} --hidden {hidden} --heads 128 --vocab 51200 --seq 2048 --gpus {gpus}"
+        job = plan.parse(flags.split())
+        assert round(job.params / 1e9, 1) == billions, f"{hidden}: {job.params / 1e9:.2f} G parameters"
+        assert plan.row(job, 0, t, p)["data"] == data, f"{hidden}: other replicas"
+
+
+def test_published_runs_have_the_parameters_and_replicas_that_plan_py_says():
+    check_published("plan")
+
+
+deep = partial(check_mesh, pp=4)
+sharded = partial(check_mesh, zero=1)
+norm = partial(check_mesh, flags="--accum 2 --steps 1")
+MUTANTS = [
+    ("            dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)\n", "", norm, "norms differ"),
+    ("self.tied.counts &= mesh.is_first", "pass", norm, "norms differ"),
+    ("counts_here and (zero or mesh.dp_rank == 0)", "counts_here", norm, "norms differ"),
+    ('hasattr(params[0], "parts") or mesh.tp_rank == 0', "True", norm, "norms differ"),
+    ("(zero or mesh.dp_rank == 0)", "mesh.dp_rank == 0", partial(norm, zero=1), "norms differ"),
+    ("/ (mesh.dp * mesh.tp)", "/ mesh.dp", norm, "losses differ"),
+    ("/ (mesh.dp * mesh.tp)", "/ mesh.tp", norm, "losses differ"),
+    ("mesh.dp_rank, mesh.dp)  #", "0, mesh.dp)  #", norm, "losses differ"),
+    ("/ n_microbatches", "", norm, "losses differ"),
+    ("self.grad /= self.mesh.dp", "pass", norm, "norms differ"),
+    ("torch.detach, mesh.tp_sum)", "torch.detach, torch.detach)", norm, "norms differ"),
+    ("self.mesh.dp_rank % self.n_shards", "0", sharded, "differ"),
+    ("if self.pending == 0:", "if self.pending <= 0:", check_overlap, "before they are whole"),
+    ("self.flat_grad.zero_()", "pass", check_mesh, "differ"),
+    ("(len(model.blocks) + stage) //", "len(model.blocks) //", deep, "differ"),
+]  # fmt: skip
+test_a_mutant_is_rejected = mutants(MUTANTS, "parallel_3d")
