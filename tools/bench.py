@@ -47,8 +47,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 # Of these lessons all ranks have the same batch.
 WHOLE_BATCH = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
-WHOLE_BATCH += ("expert_parallel", "checkpointing", "zero_r")
-LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", "parallel_3d", *WHOLE_BATCH)
+WHOLE_BATCH += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")
+LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", *WHOLE_BATCH)
 # Of weights after 3 steps of up to 1e-3 each. AdamW turns the rounding noise in a gradient that is truly zero
 # (a key bias's) into a step.
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}

@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -202,49 +201,6 @@ class DTensors(Peer):
         return {name: self.by_rank(x, size, 3) if ".qkv." in name else x for name, x in tensors.items()}
 
 
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-
-
-class Pipelined(Peer):
-    """torch's schedule of the same name on the lesson's stages; the rest is the lesson's."""
-
-    def __init__(self, lesson, config, device):
-        model = new_model(lesson, config, device)
-        head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
-        head.weight = model.tokens.weight
-        model.positions.forward = partial(lesson.add_positions, model.positions)
-        layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
-        schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
-        n_stages = 1 + max(action.stage for action in schedule[-1])
-        ends = lesson.split_layers(layers, n_stages)
-        pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule)
-        pipe.loss = torch.zeros((), dtype=torch.float64, device=device)
-        stages = [
-            pipelining.PipelineStage(module, pipe.rank + chunk * pipe.world_size, n_stages, device)
-            for chunk, module in enumerate(pipe.stages)
-        ]
-        make = getattr(pipelining, SCHEDULES[config.schedule])
-        several = config.schedule == "interleaved"
-        self.runner = make(stages if several else stages[0], config.accum, loss_fn=lesson.mean_loss)
-        optimizer = lesson.OPTIMIZERS[config.optim](pipe.parameters(), lr=config.lr, fused=True)
-        super().__init__(lesson, config, model, pipe, optimizer)
-
-    def step(self, batches):
-        inputs, targets = zip(*batches)
-        rank, last = dist.get_rank(), dist.get_world_size() - 1
-        given = (torch.cat(inputs),) if rank == 0 else ()
-        self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if rank == last else {}))
-        for param, group in self.wrapped.ties.items():
-            dist.all_reduce(param.grad, group=group)
-        self.wrapped.clip_grad_norm_(self.config.clip or float("inf"))
-        self.optimizer.step()
-        self.wrapped.zero_grad()
-
-    def weights(self):
-        self.wrapped.unsplit()
-        return super().weights()
-
-
 class TorchRing(torch.autograd.Function):
     """Ring attention by torch's own loops, with load balancing, as context_parallel() runs them on a GPU."""
 
@@ -325,10 +281,9 @@ def peers_of(name):
         peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")
     if name == "context_parallel":
         peers["torch's ring attention"] = OtherAttention
-    if name == "pipeline":
-        peers["torch pipelining"] = Pipelined
     if name == "checkpointing":
         peers["torch.utils.checkpoint"] = checkpointed
-    import peers_deepspeed  # which needs this module
+    import peers_deepspeed  # which need this module
+    import peers_pipeline
 
-    return peers | peers_deepspeed.peers_of(name)
+    return peers | peers_pipeline.peers_of(name) | peers_deepspeed.peers_of(name)
