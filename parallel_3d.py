@@ -78,7 +78,7 @@ class Mesh:
 
 
 class Pair(torch.autograd.Function):
-    """x -> forward(x), and its gradient -> backward(gradient)."""
+    """x -> forward(x), and its gradient -> backward(gradient). torch.detach leaves it as it is."""
 
     @staticmethod
     def forward(ctx, x, forward, backward):
@@ -196,7 +196,7 @@ class Bucket:
 
 
 class Parallel3D:
-    """A step: forward_backward(), clip_grad_norm_(), a step of an optimizer of shards, buckets' update()."""
+    """This rank's part of a model that every rank has drawn, as one device would. For a step see train()."""
 
     def __init__(self, model, mesh, zero, device, dtype):
         self.mesh = mesh
