@@ -173,11 +173,9 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert any("all_gather" in str(event.get("name")) or "gloo" in str(event.get("name")) for event in events)
 
 
-@pytest.mark.parametrize(
-    "arguments", ["", "no/such.py", "--ranks x zero3.py", "--ranks 2 expert_parallel.py"]
-)
-def test_bad_input_ends_in_one_line_and_exit_code_2(arguments):
-    _, lines, code = world(1).run(run_main, arguments)[0]
+@pytest.mark.parametrize("flags", ["", "no/such.py", "--ranks x zero3.py", "--ranks 2 expert_parallel.py"])
+def test_bad_input_ends_in_one_line_and_exit_code_2(flags):
+    _, lines, code = world(1).run(run_main, flags)[0]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("ledger.py: ")
 
 
