@@ -48,7 +48,7 @@ from torch.func import functional_call
 class MoE(nn.Module):
     """Mixture of `experts` MLPs, spread over a group's ranks. x (..., D) -> (..., D), the same shape on all.
 
-    Sets load (E,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond an
+    Sets load (X,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond an
     expert's capacity; and balance_loss, 1 if all are equally busy (arXiv 2101.03961, section 2.2).
     """
 
@@ -68,11 +68,11 @@ class MoE(nn.Module):
     def forward(self, x):
         tokens = x.flatten(0, -2)  # (T, D)
         wide = torch.promote_types(x.dtype, torch.float32)
-        probs = self.router(tokens).softmax(-1, dtype=wide)  # (T, E)
-        gates, chosen = probs.topk(self.top_k)  # (T, k) each
+        probs = self.router(tokens).softmax(-1, dtype=wide)  # (T, X)
+        gates, chosen = probs.topk(self.top_k)  # (T, top_k) each
         if self.top_k > 1:  # a lone gate must stay the probability, or the router gets no gradient
             gates = gates / gates.sum(-1, keepdim=True)
-        chosen = chosen.flatten()  # of token i the choices i * k to i * k + k - 1
+        chosen = chosen.flatten()  # choice j of token i is at i * top_k + j
         counts = self.count(chosen)
         kept = self.fit(counts)
         self.load = counts.sum(0)
@@ -95,14 +95,14 @@ class MoE(nn.Module):
         return mixed.view_as(x)
 
     def count(self, chosen):
-        """How many tokens of each of all ranks chose each expert: (N, E), on the host, which waits for it."""
+        """How many tokens of each of all ranks chose each expert: (N, X), on the host, which waits for it."""
         own_counts = chosen.bincount(minlength=self.router.out_features)
         counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
         dist.all_gather(list(counts), own_counts)
         return counts.cpu()
 
     def fit(self, counts):
-        """How many of the counts (N, E) find a place: first come, first served, in the order of tokens."""
+        """How many of the counts (N, X) find a place: first come, first served, in the order of tokens."""
         mean = counts.sum() / counts.shape[1]
         capacity = (self.capacity_factor * mean).ceil().clamp(min=4)
         taken = counts.cumsum(0) - counts  # by tokens of earlier ranks

@@ -45,12 +45,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-# Of these lessons all ranks have the same batch.
+OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # DeepSpeed has another balance loss
 WHOLE_BATCH = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
-WHOLE_BATCH += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")
+WHOLE_BATCH += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")  # for all ranks the same batch
 LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", *WHOLE_BATCH)
-# Of weights after 3 steps of up to 1e-3 each. AdamW turns the rounding noise in a gradient that is truly zero
-# (a key bias's) into a step.
+# After 3 steps of up to 1e-3: AdamW turns rounding noise in a gradient that is zero (a key bias's) into one.
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}
 
 
@@ -279,6 +278,7 @@ def launch(name, bench, *more):
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--rounds={bench.rounds}", "--out", f"{folder}/out.json", *more]
         own += [f"--also={text}" for text in bench.also] + [f"--beside={other}" for other in bench.beside]
+        own += OWN_FLAGS.get(name, [])
         environment = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
         process = subprocess.Popen(
             [*start, os.path.abspath(__file__), name, *own, *bench.flags], env=environment

@@ -92,7 +92,8 @@ class Mesh3D(Peer):
         inputs, targets = (torch.cat([x.chunk(own.dp)[own.dp_rank] for x in part]) for part in zip(*batches))
         given = {"target": targets, "losses": []} if own.is_last else {}
         self.runner.step(*((inputs,) if own.is_first else ()), **given)
-        dist.all_reduce(self.tied.grad.to_local(), group=own.tie_group)
+        if own.tie_group:
+            dist.all_reduce(self.tied.grad.to_local(), group=own.tie_group)
         squares = 0
         for params in self.by_mesh.values():
             grads = [p.grad for p in params if own.is_first or p is not self.tied]
