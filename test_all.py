@@ -34,6 +34,7 @@ class Lesson:
 BAD_SLOW = ("--slow 9=4", "--slow 1", "--slow 0=0.5", "--slow 0=x", "--slow x=2", "--slow 0=nan")
 BAD_SPLIT = ("--heads 9", "--vocab 254")
 BAD_EXPERTS = ("--ep 4 --experts 9", "--top-k 9", "--top-k 0", "--ep 3", "--ep -1")
+BAD_RINGS = ("--cp 3", "--cp -1", "--context 15", "--kind all")
 BAD_MESHES = ("--tp 3", "--pp -1", "--heads 9", "--layers 1", "--zero 2")
 BAD_STAGES = ("--schedule zb-h1", "--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")
 
@@ -48,16 +49,8 @@ LESSONS = [
     Lesson("zero3", bad_flags=("--prefetch -1",)),
     Lesson("tensor_parallel", bad_flags=BAD_SPLIT, flags="--vocab 252"),
     Lesson("sequence_parallel", bad_flags=(*BAD_SPLIT, "--context 15"), flags="--vocab 252 --context 12"),
-    Lesson(
-        "context_parallel",
-        bad_flags=("--cp 3", "--cp -1", "--context 15", "--kind all"),
-        flags="--context 24",
-    ),
-    Lesson(
-        "expert_parallel",
-        bad_flags=("--ep 4 --experts 9", "--top-k 9", "--top-k 0", "--ep 3", "--ep -1"),
-        flags="--experts 12",
-    ),
+    Lesson("context_parallel", bad_flags=BAD_RINGS, flags="--context 24"),
+    Lesson("expert_parallel", bad_flags=BAD_EXPERTS, flags="--experts 12"),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
     Lesson("parallel_3d", bad_flags=BAD_MESHES),

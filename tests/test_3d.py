@@ -24,19 +24,11 @@ def test_every_mesh_trains_as_single_py(size, tp, pp, zero):
     check_mesh("parallel_3d", size, tp, pp, zero)
 
 
-def test_stages_may_be_deeper_than_there_are_microbatches():
-    check_mesh("parallel_3d", 4, 1, 4, flags="--accum 1")
-
-
-def check_axes(name, zero=1):
-    for flags in ("--tp 2 --pp 2", "--tp 1 --pp 2", "--tp 4 --pp 1", "--tp 1 --pp 4", "--tp 1 --pp 1"):
-        check_ledger(name, 4, f"--layers 5 {flags} --zero {zero} --accum 3")
-    check_ledger(name, 8, f"--layers 5 --tp 2 --pp 2 --zero {zero} --accum 3")
-
-
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bytes_held_and_sent_along_each_axis_are_the_formulas(zero):
-    check_axes("parallel_3d", zero)
+    for flags in ("--tp 2 --pp 2", "--tp 1 --pp 2", "--tp 4 --pp 1", "--tp 1 --pp 4", "--tp 1 --pp 1"):
+        check_ledger("parallel_3d", 4, f"--layers 5 {flags} --zero {zero} --accum 3")
+    check_ledger("parallel_3d", 8, f"--layers 5 --tp 2 --pp 2 --zero {zero} --accum 3")
 
 
 @pytest.mark.parametrize("tp, pp", [(2, 2), (1, 2), (1, 4), (2, 4), (4, 2)])
@@ -92,19 +84,37 @@ def test_gradients_leave_while_layers_below_compute():
     check_overlap("parallel_3d")
 
 
-def mesh_of(name, shape):
-    """On a rank: its coordinates and the ranks of its groups."""
-    mesh = load(name).Mesh(np.arange(8).reshape(shape))
-    groups = mesh.output_group, mesh.gradient_group, mesh.dp_group, mesh.tp_group, mesh.tie_group
-    return (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [g and dist.get_process_group_ranks(g) for g in groups]
+def actions(name):
+    """On a rank of four stages: its forwards and backwards of six microbatches, in order."""
+    lesson, log = load(name), []
+    for method, word in (("_forward", "F"), ("_backward", "B")):
+        run = getattr(lesson.Parallel3D, method)
+        setattr(lesson.Parallel3D, method, lambda *args, w=word, run=run: (log.append(w), run(*args))[1])
+    lesson.train(lesson.parse(f"{TINY} --layers 4 --steps 1 --tp 1 --pp 4 --accum 6".split()))
+    return "".join(log)
+
+
+def check_schedule(name):
+    for log, warmup in zip(world(4).run(actions, name), (3, 2, 1, 0)):
+        assert log == "F" * warmup + "FB" * (6 - warmup) + "B" * warmup, f"not 1F1B: {log}"
+
+
+def test_microbatches_run_in_1f1b_of_which_there_may_be_fewer_than_stages():
+    check_schedule("parallel_3d")
+    check_mesh("parallel_3d", 4, 1, 4, flags="--accum 1")
+
+
+def groups_of(shape):
+    """On a rank: the ranks of its pipeline, data, tensor and tie groups."""
+    mesh = load("parallel_3d").Mesh(np.arange(8).reshape(shape))
+    groups = mesh.output_group, mesh.dp_group, mesh.tp_group, mesh.tie_group
+    return [group and dist.get_process_group_ranks(group) for group in groups]
 
 
 def test_tensor_ranks_are_neighbours_and_stages_farthest_apart():
-    for rank, ((p, d, t), groups) in enumerate(world(8).run(mesh_of, "parallel_3d", (2, 2, 2))):
-        stages, first = [2 * d + t, 4 + 2 * d + t], rank - t
-        assert groups == [stages, stages, [4 * p + t, 4 * p + 2 + t], [first, first + 1], stages]
-    tied = [groups[4] for _, groups in world(8).run(mesh_of, "parallel_3d", (4, 1, 2))]
-    assert tied == [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]]
+    assert world(8).run(groups_of, (2, 2, 2))[5] == [[1, 5], [5, 7], [4, 5], [1, 5]]
+    ties = [groups[3] for groups in world(8).run(groups_of, (4, 1, 2))]
+    assert ties == [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]]
 
 
 def test_a_saved_file_has_no_more_than_the_weights(tmp_path):
@@ -112,9 +122,9 @@ def test_a_saved_file_has_no_more_than_the_weights(tmp_path):
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in weights.values())
 
 
-def check_published(name):
+def test_published_runs_have_the_parameters_and_replicas_that_plan_py_says():
     """Table 1 of arXiv 2104.04473: billions of parameters, and replicas, of these shapes on so many GPUs."""
-    plan = load(name)
+    plan = load("plan")
     for hidden, layers, t, p, gpus, billions, data in (
         (2304, 24, 1, 1, 32, 1.7, 32), (3072, 30, 2, 1, 64, 3.6, 32), (4096, 36, 4, 1, 128, 7.5, 32),
         (6144, 40, 8, 1, 256, 18.4, 32), (8192, 48, 8, 2, 512, 39.1, 32), (10240, 60, 8, 4, 1024, 76.1, 32),
@@ -127,10 +137,6 @@ def check_published(name):
         assert plan.row(job, 0, t, p)["data"] == data, f"{hidden}: other replicas"
 
 
-def test_published_runs_have_the_parameters_and_replicas_that_plan_py_says():
-    check_published("plan")
-
-
 deep = partial(check_mesh, pp=4)
 sharded = partial(check_mesh, zero=1)
 norm = partial(check_mesh, flags="--accum 2 --steps 1")
@@ -141,7 +147,7 @@ MUTANTS = [
     ('hasattr(params[0], "parts") or mesh.tp_rank == 0', "True", norm, "norms differ"),
     ("(zero or mesh.dp_rank == 0)", "mesh.dp_rank == 0", partial(norm, zero=1), "norms differ"),
     ("/ (mesh.dp * mesh.tp)", "/ mesh.dp", norm, "losses differ"),
-    ("/ (mesh.dp * mesh.tp)", "/ mesh.tp", norm, "losses differ"),
+    ("warmup = mesh.pp - 1", "warmup = mesh.pp - 2 + mesh.is_last", check_schedule, "not 1F1B"),
     ("mesh.dp_rank, mesh.dp)  #", "0, mesh.dp)  #", norm, "losses differ"),
     ("/ n_microbatches", "", norm, "losses differ"),
     ("self.grad /= self.mesh.dp", "pass", norm, "norms differ"),
