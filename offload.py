@@ -13,8 +13,8 @@ Memory (bytes of a rank's device, and its host; P parameters, U in the largest u
 
 Communication (clipping needs the norm of all gradients, so the host does not step while backward runs)
     compute | forward 1 | forward 2 | backward 2 | backward 1 |        |        |           | forward 1
-    link    |           |           |            | 2 down     | 1 down |        | 1 up      | 2 up
-    host    |           |           |            |            | add 2  | add 1  | step 1    | step 2
+       link |           |           |            | 2 down     | 1 down |        | 1 up      | 2 up
+       host |           |           |            |            | add 2  | add 1  | step 1    | step 2
 
 Costs (bytes that a rank sends over its link down and up, and in a ring, in a step of k microbatches)
     down          kwP/N
@@ -118,7 +118,7 @@ class Unit:
     def __init__(self, offload, weights):
         self.offload = offload
         self.weights = weights
-        size = sum(weight.numel() for weight in weights)
+        size = sum(map(torch.numel, weights))
         self.padding = -size % dist.get_world_size()
         self.flat_param = torch.empty(size + self.padding, dtype=weights[0].dtype, device=offload.device)
         self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's part
@@ -130,10 +130,10 @@ class Unit:
 
     def keep(self):
         flat = F.pad(parameters_to_vector(self.weights).data, (0, self.padding))
-        buffers = torch.empty(2, len(self.own), dtype=flat.dtype, pin_memory=self.own.is_cuda)
-        self.shard = buffers[0]
-        self.landing = buffers[1]
-        self.shard.copy_(flat.view(-1, len(self.own))[dist.get_rank()])
+        own = flat.view(-1, len(self.own))[dist.get_rank()]
+        pinned = self.own.is_cuda
+        self.shard = torch.empty_like(own, pin_memory=pinned).copy_(own)
+        self.landing = torch.empty_like(own, pin_memory=pinned)
         self.master = nn.Parameter(self.shard.to(torch.promote_types(flat.dtype, torch.float32)))
         self.master.grad = torch.zeros_like(self.master)
         self.optimizer = self.offload.new_optimizer([self.master])
@@ -170,10 +170,11 @@ class Unit:
 
     def land(self, flat, received, work):
         work.wait()
-        size = len(self.own)
-        total = flat[:size]  # no more memory
-        torch.sum(received.view(-1, size), 0, out=total)
+        total = flat[: len(self.own)]  # no more memory
+        torch.sum(received.view(-1, len(total)), 0, out=total)
         self.offload.down.copy(self.landing, total)
+        for tensor in flat, received:
+            tensor.untyped_storage().resize_(0)  # a thread may hold the tensor a little longer
         self.master.grad += self.landing
         self.square = self.master.grad.norm().item() ** 2  # so far
 
@@ -198,8 +199,7 @@ class Lane:
         return self.thread.submit(job, *args)
 
     def copy(self, target, source):  # and wait for it
-        seconds = 8e-9 * source.nbytes / self.gbps
-        ends = time.perf_counter() + seconds
+        ends = time.perf_counter() + 8e-9 * source.nbytes / self.gbps
         target.copy_(source)
         time.sleep(max(0, ends - time.perf_counter()))
 

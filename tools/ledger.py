@@ -41,18 +41,18 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from watch import Watch
 
-HELD = ("parameters", "gradients", "optimizer", "activations")
+HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 
 
 def read_formulas(lesson, config):
-    """{what is held or sent: formula}. A line that says `with --policy full` is for that choice alone."""
+    """{what is held or sent: formula}. A line that says `with --policy full`, or `with --params`, is for that."""
     formulas = {}
     for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
-        choice = re.search(r"with --(\w+) (\w+)", more)
-        if not choice or getattr(config, choice[1]) == choice[2]:
+        choice = re.search(r"with --(\w+) ?(\w*)", more)
+        if not choice or getattr(config, choice[1]) in (True, choice[2]):
             formulas[name] = formula
     return formulas
 
@@ -123,7 +123,8 @@ def run(lesson, config, trace=None):
     def end(config, step, loss, grad_norm, started):
         if step == min(2, config.steps):
             watch.stop()
-            _pop_mode()
+            if _get_current_dispatch_mode() is watch:  # else the lesson has one of its own
+                _pop_mode()
         if step == 3 and trace:
             profiler.stop()
         print_step(config, step, loss, grad_norm, started)

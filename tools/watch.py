@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
 COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
 AXES = ("tensor", "pipeline", "tie", "data")  # groups of a mesh, of which all bytes are counted together
+LINKS = {"down_0": "down", "up_0": "up"}  # threads between device and host; what "down" makes is the host's
 COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
 
 
@@ -155,7 +156,8 @@ class Watch(TorchDispatchMode):
         copies = name in COPIES[1:]  # other operators may read the text, whose bytes are everyone's
         read = [tensor for tensor in given if copies or tensor.is_floating_point()]
         if not function.is_view and any(owner_of(tensor) != here for tensor in read):
-            self.add("send" if copies else "foreign read", given[-1].nbytes)
+            if copies or here not in LINKS:
+                self.add(LINKS.get(here, "send") if copies else "foreign read", given[-1].nbytes)
         if function.namespace == "c10d" or name in COPIES:
             for number in numbers:
                 self.same[self.root(number)] = self.root(numbers[0])
@@ -195,8 +197,10 @@ class Watch(TorchDispatchMode):
                 most["activations"] = max(most["activations"], alive[None, None])
                 continue
             old = "other" if number < self.before else None
-            for kind in (self.kinds.get(number) or kinds.get(self.root(number), old), "all"):
-                where = (kind, self.owners[number])
+            owner = self.owners[number]
+            kind = self.kinds.get(number) or kinds.get(self.root(number), old)
+            for kind in ["host"] if owner in LINKS else [kind, "all"]:
+                where = (kind, owner)
                 alive[where] += size
                 most[kind] = max(most[kind], alive[where])
         return most
