@@ -1,0 +1,189 @@
+"""What is special to offload.py."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from test_all import check_ledger, check_masters, check_parity, check_refusal
+from tests.harness import TINY, apart, load, mutants, train, world
+
+SLOW = "--link-gbps 0.05"  # a block's shard takes longer than its computation
+UNITS = 6
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_with_params_on_the_host_losses_norms_and_weights_are_single_pys(size):
+    check_parity("offload", size, "--accum 3", "--params")
+
+
+@pytest.mark.parametrize("flags", ["--accum 1 --optim sgd", "--accum 3"])
+def test_so_they_are_over_a_slow_link(flags):
+    check_parity("offload", 2, flags, SLOW)
+    check_parity("offload", 2, flags, f"--params {SLOW}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("flags", ["--accum 1", "--accum 3", "--accum 3 --dtype bf16"])
+def test_with_params_bytes_are_the_docstrings_formulas(size, flags):
+    check_ledger("offload", size, f"{flags} --params")
+
+
+WITH_PARAMS = partial(check_ledger, size=2, flags="--accum 3 --params")
+
+
+def check_gradients(name, size=2, flags=""):
+    """Over a slow link, when a block's gradients are still leaving as the next one's are there."""
+    result, weights = train(name, size, f"{TINY} --batch 36 --link-gbps 0.01 {flags}", watched=True)
+    row = result["held"]["gradients"]
+    more = row["measured"] - row["formula"]
+    assert abs(more) <= 64 * len(weights), f"gradients: {more:+.0f} bytes from the formula"
+
+
+@pytest.mark.parametrize("flags", ["", "--params", "--accum 3"])
+def test_gradients_wait_for_the_link(flags):
+    check_gradients("offload", 2, flags)
+
+
+# ---- the device ----
+
+
+def test_a_model_that_is_too_large_is_refused_and_trains_with_params():
+    flags = "--layers 12 --dtype fp64 --steps 3 --batch 12"
+    without, _ = train("zero2", 2, f"{TINY} {flags}", watched=True)
+    assert without["peak_bytes"] > 7e6
+    check_refusal("offload", f"--device-mb 7 {flags}")
+    plain, weights = train("single", 1, f"{TINY} {flags}")
+    result, own = train("offload", 2, f"{TINY} {flags} --params --device-mb 7")
+    assert apart(result["losses"], plain["losses"]) < 1e-10 and apart(own, weights) < 1e-9
+
+
+def played(name):
+    """On a rank: what a played device allows."""
+    lesson = load(name)
+    on_host = torch.ones(1000)
+    with lesson.PlayedDevice(0.02) as device:
+        x = torch.ones(1000) * 2  # 8 kB, of which half is freed
+        assert (x.view(10, 100) + 1).sum() == 3000, "wrong numbers"
+        assert sum(storage.nbytes() for storage in device.storages) == 4000, "what is freed counts"
+        for read in (lambda: x + on_host, lambda: x.add_(on_host), lambda: on_host.sum(), on_host.clone):
+            with pytest.raises(AssertionError, match="reads the host's memory"):
+                read()
+        torch.arange(10) + torch.arange(10)
+        more = torch.empty(4000)
+        with pytest.raises(SystemExit):
+            more = [more, torch.empty(10)]
+
+
+def check_played(name):
+    world(1).run(played, name)
+
+
+def test_a_played_device_reads_no_host_memory_and_has_a_size():
+    check_played("offload")
+
+
+def copies(name):
+    lane = load(name).Lane("up", torch.device("cpu"), 0.1)
+    x, y = torch.ones(2, 250_000)
+    started = time.perf_counter()
+    lane.submit(lane.copy, x, y).result()  # 10^6 bytes
+    return time.perf_counter() - started
+
+
+def test_a_link_copies_at_its_rate():
+    (seconds,) = world(1).run(copies, "offload")
+    assert 0.08 <= seconds < 0.12
+
+
+# ---- what runs beside what ----
+
+
+def events(name, flags):
+    """On a rank: [(what, unit, "starts" or "ends")] from the first step() on. Unit 0 is the root."""
+    lesson = load(name)
+    log = []
+
+    def noted(function, what, pause=0.0):
+        def call(self, *args):
+            here = args[0] if what == "fetch" else self.offload.units.index(self)
+            this = "backward" if what == "fetch" and args[1] == -1 else what
+            log.append((this, here, "starts"))
+            result = function(self, *args)
+            log.append((this, here, "ends"))
+            time.sleep(pause)
+            return result
+
+        return call
+
+    def step(offload, max_norm):
+        lesson.Offload.step = step_after
+        log.clear()
+        return step_after(offload, max_norm)
+
+    step_after, lesson.Offload.step = lesson.Offload.step, step
+    lesson.Offload._fetch = noted(lesson.Offload._fetch, "fetch", 0.005)  # a computation
+    host_step = lesson.Unit.step
+    lesson.Unit.step = noted(lambda *args: (time.sleep(0.01), host_step(*args)), "step")  # longer than a copy
+    for what in "bring", "land":
+        setattr(lesson.Unit, what, noted(getattr(lesson.Unit, what), what))
+    lesson.train(lesson.parse(flags.split()))
+    return log
+
+
+def orders(name, flags):
+    """[({event: when it was first}, {event: when it was last})] of each rank."""
+    for log in world(2).run(events, name, f"{TINY} --layers 5 --batch 4 --steps 2 {SLOW} {flags}"):
+        last = {event: i for i, event in enumerate(log)}
+        first = {event: len(log) - 1 - i for i, event in enumerate(reversed(log))}
+        yield first, last
+
+
+def check_overlap(name):
+    """With --params a block comes while the one before computes, and its gradients leave meanwhile."""
+    for first, last in orders(name, "--params"):
+        for i in range(2, UNITS):
+            assert first["bring", i, "starts"] < first["fetch", i, "starts"], "fetched too late in forward"
+        for i in range(1, UNITS - 2):
+            assert last["bring", i, "starts"] < last["backward", i, "starts"], "fetched too late in backward"
+        for i in range(2, UNITS):
+            assert first["backward", i - 1, "ends"] < first["land", i, "ends"], "backward waits for the link"
+            assert first["land", i, "ends"] < first["land", i - 1, "starts"], "two gradients on their way"
+
+
+def check_step(name):
+    """The host steps a unit while the one before comes up; a unit comes when it has been stepped."""
+    for first, _ in orders(name, ""):
+        for i in range(UNITS):
+            assert first["step", i, "ends"] < first["bring", i, "ends"], "a unit came before its step"
+            assert first["bring", i, "ends"] < first["fetch", i, "ends"], "computed with weights of before"
+        for i in range(1, UNITS):
+            assert first["step", i, "starts"] < first["bring", i - 1, "ends"], "a step waits for the link"
+
+
+@pytest.mark.parametrize("check", [check_overlap, check_step])
+def test_link_host_and_device_work_at_once(check):
+    check("offload")
+
+
+BUFFER = "self.landing = torch.empty_like(own, pin_memory=pinned)"
+WAIT = "        self.stepped.result()\n        self.offload.up"
+MUTANTS = [
+    ("        unit.fetched.result()\n", "", check_step, "weights of before"),  # a copy not waited for
+    (WAIT, "        self.offload.up", check_step, "before its step"),
+    (
+        "            unit.fetched = None  # they are old\n",
+        "",
+        check_parity,
+        "losses differ",
+    ),  # a stale upload
+    ("self.shard.copy_(self.master.data)", "pass", check_masters, "bf16 weights moved"),
+    (BUFFER, "self.landing = self.shard", check_parity, "losses differ"),  # a buffer used too early
+    ("        for unit in later[:1]:\n            unit.fetch()\n", "", check_overlap, "too late in forward"),
+    ("[i::direction]", "[i:]", check_overlap, "too late in backward"),
+    ("        offload.sent.result()", "        offload.sent.done()", check_gradients, "gradients: +"),
+    ("        if offload.params:\n            self.drop()\n", "", WITH_PARAMS, "parameters: +"),
+    ("0 < i < len(blocks) - 1", "i > 0", WITH_PARAMS, "up: sent +"),
+]
+test_a_mutant_is_rejected = mutants(MUTANTS, "offload")
