@@ -29,8 +29,8 @@ Communication
                                    with --sequence-parallel, which in backward gathers again what it split
     pipeline      wbsh             forward, and backward, over each boundary for each microbatch
     context       2wbsh(3C-2)/C    a layer and microbatch of ring attention on --cp C ranks
-                  8wbsh(C-1)/C^2   of Ulysses
     experts       4wkbsh(N-1)/N    a layer with --experts on N ranks, --top-k k, and microbatch, in the mean
+    offload       2wP/N            between a GPU and its host; with --params wP/N down, (2P - two units)w/N up
     All strategies take the same batch in a step: a replica of t x p x C ranks has tpCk microbatches.
 
 Run
@@ -41,14 +41,13 @@ Left out
     What is whole for a moment, two units and the embedding: at --size 7.5b 1.4 GB of gradients in zero2.py,
     in zero3.py as much again of weights. Fragmentation and what CUDA and NCCL take: --gpu-gb is what they
     leave. What tensor parallelism sends for embedding, head and loss. Time. ZeRO-2 and 3 with tensor and
-    pipeline parallelism, other schedules than 1F1B, experts in the table, offload.
+    pipeline parallelism, other schedules than 1F1B, experts and offload in the table.
 """
 
 import argparse
 import itertools
 import json
 import math
-import os
 import sys
 from collections import namedtuple
 
@@ -57,6 +56,7 @@ SIZES |= {"gpt2-xl": (48, 25, 1600, 1024, 50257), "7.5b": (32, 34, 4352, 2048, 5
 Shape = namedtuple("Shape", ("layers", "heads", "hidden", "seq", "vocab"))
 BYTES = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}  # of a parameter, of its gradient, in the optimizer
 RECOMPUTE = ("none", "selective", "full")
+NEED_NO_SHAPE = {"recompute": "none", "attention": "flash", "sequence_parallel": False, "cp": 1, "experts": 1}
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
@@ -131,12 +131,10 @@ def tensor_wire(shape, batch, recompute="none", tensor=1, sequence_parallel=Fals
     return times * width * numbers * (tensor - 1) // tensor
 
 
-def context_wire(shape, batch, ranks, kind="ring", width=2, microbatches=1):
+def context_wire(shape, batch, ranks, width=2, microbatches=1):
     """Bytes that a rank sends per step in shape.layers layers (arXiv 2310.01889, 2309.14509)."""
     numbers = microbatches * shape.layers * batch * shape.seq * shape.hidden // ranks
-    if kind == "ring":
-        return 2 * width * numbers * (3 * ranks - 2) * (ranks > 1)
-    return 8 * width * numbers * (ranks - 1) // ranks
+    return 2 * width * numbers * (3 * ranks - 2) * (ranks > 1)
 
 
 def mixture(dense, mixtures, mlp, width, experts, top_k):
@@ -156,6 +154,15 @@ def dispatch_wire(shape, batch, ranks, top_k, width=2, microbatches=1):
     return 4 * width * rows * shape.hidden * (ranks - 1) // ranks
 
 
+def offloaded(shape, ranks, with_params=False):
+    """Bytes of offload.py in bf16: weights and gradients on a device, all else on its host, weights up."""
+    model, block = whole_model(shape), parameters(1, shape.hidden, 0, 0, 1, False, False)
+    rest = model - shape.layers * block
+    on_device = rest + 2 * block if with_params else model
+    gradients = max(2 * rest, rest + 2 * block, 3 * block)
+    return 2 * (on_device + gradients), 20 * model // ranks, 2 * (2 * model - on_device) // ranks
+
+
 def whole_model(shape):
     return parameters(shape.layers, shape.hidden, shape.vocab, shape.seq)
 
@@ -169,7 +176,7 @@ def replica(job, tensor, pipeline, stage):
     params = parameters(own.layers, shape.hidden, shape.vocab, shape.seq, tensor, *ends)
     params = -(-params * job.params // whole_model(shape))  # --params may differ from the closed form
     width, microbatches = BYTES[job.precision][0], job.accum * tensor * pipeline * job.cp
-    around = context_wire(own, batch, job.cp, "ring", width, microbatches) // tensor
+    around = context_wire(own, batch, job.cp, width, microbatches) // tensor
     own, shape = own._replace(seq=own.seq // job.cp), shape._replace(seq=shape.seq // job.cp)
     how = job.recompute, tensor, job.sequence_parallel, width
     in_flight = min(microbatches, pipeline - stage)  # in 1F1B (arXiv 2104.04473, section 2.2)
@@ -219,13 +226,10 @@ def meshes(job):
     return [row(job, 1, t, p) for t, p in pairs if p <= job.shape.layers]
 
 
-def cost(row):
-    """Less is better: bytes sent, then DP as the simplest, then bytes held."""
-    return row["bytes"]["sent_per_step"], row["strategy"] != "DP", row["bytes"]["sum"]
-
-
 def cheapest(rows):
-    return sorted((row for row in rows if row["fits"]), key=cost)
+    """Those that fit; first what sends least, of these DP as the simplest, then what holds least."""
+    fit = [row for row in rows if row["fits"]]
+    return sorted(fit, key=lambda row: (row["bytes"]["sent_per_step"], row["zero"] > 0, row["bytes"]["sum"]))
 
 
 def changed(job, **values):
@@ -250,11 +254,8 @@ def advise(jobs):
         flags = [f" --{k.replace('_', '-')} {v}" for k, v in vars(job).items() if v != getattr(asked, k)]
         flags = "".join(flags).replace(" True", "")
         for best in cheapest(rows_of(job)):  # if any
-            why = f"{giga(best['bytes']['sum'])} GB fit"
-            for other in [row for row in replicas(job) if not row["fits"]][-1:]:
-                why += f" where {other['strategy']} needs {giga(other['bytes']['sum'])} GB"
-            why += f", and no {'ZeRO stage' if rows_of is replicas else 't x p x d'} that fits sends less"
-            return best, f"Take {best['strategy']}{flags}: {why}."
+            size = f"{giga(best['bytes']['sum'])} GB fit, and nothing that fits sends less"
+            return best, f"Take {best['strategy']}{flags}: {size}."
     size = row(tried[-1], 3)["bytes"]
     why = f"ZeRO-3 needs {giga(size['sum'])} GB, of it {giga(size['activations'])} for activations"
     return None, f"Nothing fits: {why} with --recompute {tried[-1].recompute}."
@@ -271,7 +272,7 @@ def cells(row):
     """What the table shows of a row."""
     yield row["strategy"]
     yield from map(giga, row["bytes"].values())
-    yield from ("yes" if row["fits"] else "no", f"{row['idle']:.0%}" if row["pipeline"] > 1 else "-")
+    yield from ("yes" if row["fits"] else "no", f"{row['idle']:.0%}")
 
 
 TITLES = ("parameters", "gradients", "optimizer", "activations", "     sum", "sent/step", "fits", "idle")
@@ -292,30 +293,34 @@ def show(jobs, tables, advice):
             print(f"{name:<24}" + "".join(f"  {x:>{len(title)}}" for title, x in zip(TITLES, line)))
     if job.experts > 1:
         print(with_experts(job))
+    if job.shape:
+        device, host, up = map(giga, offloaded(job.shape, job.gpus, True))
+        print(
+            f"offload.py --params, 16 bits: {device} GB and activations; {host} GB on the host, {up} GB go up"
+        )
     print("GB: 10^9 bytes. " + (f"{job.attention} attention. {MESHES}" if job.shape else NO_SHAPE))
     print(advice)
 
 
 def with_experts(job):
     """What --experts changes."""
-    shape, batch = job.shape, job.micro_batch
+    shape = job.shape
     mlp = 8 * shape.hidden**2 + 5 * shape.hidden
     total, active = mixture(job.params, (shape.layers + 1) // 2, mlp, shape.hidden, job.experts, job.top_k)
-    places = capacity(batch * job.gpus * shape.seq, job.experts, job.top_k)
-    sent = dispatch_wire(shape, batch, job.gpus, job.top_k, BYTES[job.precision][0], job.accum)
-    sizes = f"{giga(total)} G parameters, {giga(active)} G for a token, {places} tokens each"
+    sent = dispatch_wire(shape, job.micro_batch, job.gpus, job.top_k, BYTES[job.precision][0], job.accum)
+    sizes = f"{giga(total)} G parameters, {giga(active)} G for a token"
     return f"With {job.experts} experts in every other layer: {sizes}, {giga(sent)} GB more sent/step"
 
 
 def number(text):
     """7.5b, 125m, 1e9 or 7500000000 as an int."""
-    unit = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower())
-    return round(min(1e18, float(text[:-1]) * unit if unit else float(text)))
+    unit = {"m": 1e6, "b": 1e9}.get(text[-1:].lower(), 1)
+    return round(min(1e18, float(text.rstrip("mMbB")) * unit))
 
 
 def refuse(problem):
     """End with exit code 2 and a line that says what to change."""
-    print(f"{os.path.basename(sys.argv[0])}: {problem}", file=sys.stderr)
+    print(f"plan.py: {problem}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -358,17 +363,11 @@ def find_problems(job):
     for name, value in (vars(job) | shape._asdict()).items():
         if type(value) is int and not 1 <= value <= 10**15:
             yield f"--{name.replace('_', '-')} {value}: must be 1 or more, and at most 10^15"
-    if not 1e-3 <= job.gpu_gb <= 1e6:
-        yield f"--gpu-gb {job.gpu_gb}: must be from 0.001 to 10^6"
+    if not job.gpu_gb > 0:
+        yield f"--gpu-gb {job.gpu_gb}: must be more than 0"
     if any(shape) and names:
         yield f"{names}: missing beside the rest of the shape; or take a --size"
-    elif names and (job.recompute, job.attention, job.sequence_parallel, job.cp, job.experts) != (
-        "none",
-        "flash",
-        0,
-        1,
-        1,
-    ):
+    elif names and not NEED_NO_SHAPE.items() <= vars(job).items():
         yield f"{names}: missing; --recompute, --attention, --sequence-parallel, --cp and --experts need it"
     elif names and not job.params:
         yield f"--params: missing; say how many, or take a --size, or give all of {names}"
@@ -376,8 +375,6 @@ def find_problems(job):
         yield f"--cp {job.cp}: must divide --gpus {job.gpus} and --seq {shape.seq}"
     elif not names and shape.hidden % shape.heads:
         yield f"--hidden {shape.hidden}: must be a multiple of --heads {shape.heads}"
-    elif not names and job.params and not 1 / 2 <= job.params / whole_model(shape) <= 2:
-        yield f"--params {job.params}: the shape has {whole_model(shape)}; change one, or leave it out"
 
 
 def plan(job):
@@ -390,7 +387,7 @@ def plan(job):
     result = vars(job) | {"shape": job.shape and job.shape._asdict(), "json": None, "take": best, "why": why}
     result["rows"] = list(itertools.chain(*rows))
     if job.json:
-        print(json.dumps(result, indent=1), file=job.json, flush=True)
+        print(json.dumps(result, indent=1), file=job.json)
     if job.json is not sys.stdout:
         show(jobs, shown, why)
     return result

@@ -12,7 +12,8 @@ makes of one of these. (Gradients may exceed a formula by one parameter's, which
 Activations are what else the step made, in floating point, and holds when a backward begins.
 sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S(N-1)/N in an all-reduce,
 S(N-1)/N in a reduce-scatter, all-gather or all-to-all, S in a send; none for a single number. An all-to-all
-that does the work of a reduce-scatter, over gloo, is listed as one.
+that does the work of a reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
+of these names, between a device and its host, whose memory is what "down" makes.
 
 With --ranks, one of so many ranks is simulated, without the others or data: shapes and bytes are the code's.
 --trace writes a Chrome trace of each rank's third step. A formula is a line `name  formula` in the docstring:
@@ -48,7 +49,7 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 
 
 def read_formulas(lesson, config):
-    """{what is held or sent: formula}. A line that says `with --policy full`, or `with --params`, is for that."""
+    """{what is held or sent: formula}. A line that says `with --policy full` or `with --params` needs it."""
     formulas = {}
     for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
         choice = re.search(r"with --(\w+) ?(\w*)", more)

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as context
@@ -108,11 +108,11 @@ def ddp_with_zero(options, lesson, config, device):
     return peer
 
 
-def fsdp2(reshard, prefetch, lesson, config, device):
+def fsdp2(reshard, prefetch, lesson, config, device, **policy):
     """Units as in zero3.py; what is in none stays whole, as there. In bf16 with fp32 shards."""
     half = config.dtype == "bf16"
     model = new_model(lesson, config, device, "fp32" if half else None)
-    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)} if half else {}
+    policy |= {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)} if half else {}
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard, **policy)
     fully_shard(model, **policy)
@@ -277,6 +277,9 @@ def peers_of(name):
         peers["FSDP2"] = partial(fsdp2, True, False)
         peers["FSDP2, explicit prefetch"] = partial(fsdp2, True, True)
         peers["FSDP2, no reshard"] = partial(fsdp2, False, False)
+    if name == "offload":
+        on_host = CPUOffloadPolicy(pin_memory=False)  # which a CPU cannot do
+        peers["FSDP2, CPUOffloadPolicy"] = partial(fsdp2, True, True, offload_policy=on_host)
     if name in ("tensor_parallel", "sequence_parallel"):
         peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")
     if name == "context_parallel":

@@ -24,13 +24,14 @@ def quiet_deepspeed():
 class DeepSpeed(Peer):
     """Its engine clips and steps by itself. In stage 3 no parameter stays whole, as in zero3.py.
 
-    fifths: with buckets of a fifth of the model, in place of 5e8 elements.
+    fifths: with buckets of a fifth of the model, in place of 5e8 elements. offload: kinds of states.
     """
 
-    def __init__(self, stage, overlap, fifths, lesson, config, device):
+    def __init__(self, stage, overlap, fifths, lesson, config, device, offload=()):
         model = new_model(lesson, config, device)
         deepspeed = quiet_deepspeed()
         zero = {"stage": stage, "overlap_comm": overlap, "contiguous_gradients": True}
+        zero |= {f"offload_{kind}": {"device": "cpu"} for kind in offload}
         if stage == 3:
             zero["stage3_param_persistence_threshold"] = 0
         if fifths:
@@ -143,6 +144,10 @@ def peers_of(name):
         peers[f"DeepSpeed {stage}"] = partial(DeepSpeed, stage, True, False)
         peers[f"DeepSpeed {stage}, no overlap"] = partial(DeepSpeed, stage, False, False)
         peers[f"DeepSpeed {stage}, buckets of P/5"] = partial(DeepSpeed, stage, True, True)
+    if name == "offload":
+        both = ["optimizer", "param"]
+        peers["DeepSpeed 2, optimizer offloaded"] = partial(DeepSpeed, 2, True, True, offload=both[:1])
+        peers["DeepSpeed 3, all offloaded"] = partial(DeepSpeed, 3, True, True, offload=both)
     if name == "context_parallel":
         peers["DeepSpeed Ulysses"] = Ulysses
     if name == "expert_parallel":

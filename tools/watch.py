@@ -155,9 +155,9 @@ class Watch(TorchDispatchMode):
             self.count(name, args)
         copies = name in COPIES[1:]  # other operators may read the text, whose bytes are everyone's
         read = [tensor for tensor in given if copies or tensor.is_floating_point()]
-        if not function.is_view and any(owner_of(tensor) != here for tensor in read):
-            if copies or here not in LINKS:
-                self.add(LINKS.get(here, "send") if copies else "foreign read", given[-1].nbytes)
+        foreign = not function.is_view and any(owner_of(tensor) != here for tensor in read)
+        if foreign and (copies or here not in LINKS):
+            self.add(LINKS.get(here, "send") if copies else "foreign read", given[-1].nbytes)
         if function.namespace == "c10d" or name in COPIES:
             for number in numbers:
                 self.same[self.root(number)] = self.root(numbers[0])
@@ -198,8 +198,8 @@ class Watch(TorchDispatchMode):
                 continue
             old = "other" if number < self.before else None
             owner = self.owners[number]
-            kind = self.kinds.get(number) or kinds.get(self.root(number), old)
-            for kind in ["host"] if owner in LINKS else [kind, "all"]:
+            own = self.kinds.get(number) or kinds.get(self.root(number), old)
+            for kind in ["host"] if owner in LINKS else [own, "all"]:
                 where = (kind, owner)
                 alive[where] += size
                 most[kind] = max(most[kind], alive[where])
