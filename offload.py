@@ -220,7 +220,7 @@ class PlayedDevice(TorchDispatchMode):
             assert known or not tensor.is_floating_point(), f"{function} reads the host's memory"
         for tensor in filter(torch.is_tensor, tree_leaves(result)):
             self.storages.add(tensor.untyped_storage())
-        if sum(storage.nbytes() for storage in self.storages) > 1e6 * self.megabytes:
+        if sum(map(torch.UntypedStorage.nbytes, self.storages)) > 1e6 * self.megabytes:
             refuse(f"--device-mb {self.megabytes:g}: the device is full; add --params, or raise --accum")
         return result
 

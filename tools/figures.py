@@ -26,6 +26,9 @@ import matplotlib.pyplot as plt
 COLORS = {"forward": "#4c8bf5", "backward": "#e8833a", "step": "#3aa675", "network": "#8e6fd8"}
 PARTS = {"parameters": "#4c8bf5", "gradients": "#e8833a", "optimizer": "#3aa675"}
 GREY = "#808890"  # text and lines, on any background
+STYLE = {f"{part}.color": GREY for part in ("text", "xtick", "ytick")}
+STYLE |= {"axes.edgecolor": GREY, "axes.labelcolor": GREY, "legend.frameon": False}
+STYLE |= {"legend.labelcolor": GREY, "svg.fonttype": "none", "svg.hashsalt": "0"}
 
 
 def save(figure, target):
@@ -190,9 +193,7 @@ def noise(output, target):
 
 def main(kind, *paths):
     target = Path(paths[-1])
-    plt.rcParams |= {f"{part}.color": GREY for part in ("text", "xtick", "ytick")}
-    plt.rcParams |= {"axes.edgecolor": GREY, "axes.labelcolor": GREY, "legend.frameon": False}
-    plt.rcParams |= {"legend.labelcolor": GREY, "svg.fonttype": "none", "svg.hashsalt": "0"}
+    plt.rcParams |= STYLE
     if kind == "schedule":
         spec = importlib.util.spec_from_file_location("lesson", paths[0])
         lesson = importlib.util.module_from_spec(spec)
