@@ -234,8 +234,8 @@ def main():
     parser.add_argument("lesson")
     given, flags = parser.parse_known_args()
     lesson = load(given.lesson)
-    if given.ranks and hasattr(lesson, "MoE"):
-        refuse(f"--ranks {given.ranks}: {given.lesson} routes tokens by values, which a simulation has not")
+    if given.ranks and (hasattr(lesson, "MoE") or hasattr(lesson, "Lane")):
+        refuse(f"--ranks {given.ranks}: {given.lesson} needs values (tokens' experts) or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])
         print(f"{given.lesson} | rank {given.rank} of {given.ranks}, simulated")
