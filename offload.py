@@ -5,16 +5,16 @@ Idea
     once they are reduced, the host steps this rank's shard, and new weights come back (ZeRO-Offload, arXiv
     2101.06840, section 4). With --params a block is on the device only while in use, uploaded one ahead.
 
-Memory (bytes of a rank's device, and its host; P parameters, U in the largest unit, E in none; N ranks)
+Memory (bytes of a rank's device, and its host; P parameters, U in a block, E in none; N ranks)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
     parameters    w(E+2U)                with --params
     gradients     wmax(2E,E+2U,3U)       two copies, to send and to receive, and those of the next unit
     host          (K+2m+w+c/2)P/N        m at least fp32; K two moments; c 4 in bf16, with masters, else 0
 
 Communication (clipping needs the norm of all gradients, so the host does not step while backward runs)
-    compute | forward 1 | forward 2 | backward 2 | backward 1 |        |        |           | forward 1
-       link |           |           |            | 2 down     | 1 down |        | 1 up      | 2 up
-       host |           |           |            |            | add 2  | add 1  | step 1    | step 2
+    compute | forward 1 | forward 2 | backward 2 | backward 1 |        |        |        | forward 1
+       link |           |           |            | 2 down     | 1 down |        | 1 up   | 2 up
+       host |           |           |            |      add 2 |  add 1 | step 1 | step 2 |
 
 Costs (bytes that a rank sends over its link down and up, and in a ring, in a step of k microbatches)
     down          kwP/N
@@ -29,8 +29,8 @@ Run
     torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 16 --link-gbps 10
 
 Left out
-    Delayed updates (section 5.2), disks, activation checkpointing, several dtypes, weights that are frozen,
-    get no gradient or are in several units, optimizers that are not elementwise.
+    Delayed updates (section 5.2), disks, activation checkpointing, several dtypes, buffers, weights that are
+    frozen, get no gradient or are in several units, optimizers that are not elementwise.
 """
 
 import argparse
@@ -57,7 +57,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Offload:
-    """Units are each of `blocks`, and all other parameters. A step: forwards and backwards, then step()."""
+    """Of a module on the CPU, equal on all ranks, each of `blocks` is a unit; so are all other parameters."""
 
     def __init__(self, module, blocks, device, params, gbps, new_optimizer):
         self.module = module
@@ -113,7 +113,7 @@ class Offload:
 
 
 class Unit:
-    """Weights: on the device a flat vector, on the host 1/N of it, where keep(), land() and step() run."""
+    """Weights: on the device a flat vector, on the host 1/N of it; keep, land, step run there, in `down`."""
 
     def __init__(self, offload, weights):
         self.offload = offload
@@ -170,7 +170,7 @@ class Unit:
 
     def land(self, flat, received, work):
         work.wait()
-        total = flat[: len(self.own)]  # no more memory
+        total = flat[: len(self.own)]  # of the memory that is there
         torch.sum(received.view(-1, len(total)), 0, out=total)
         self.offload.down.copy(self.landing, total)
         for tensor in flat, received:

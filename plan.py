@@ -1,13 +1,12 @@
 """Will it fit, and what will it send? The bytes of each strategy on each GPU, from formulas alone.
 
 Idea
-    Parameters, gradients and optimizer states take a known number of bytes, and the ZeRO stages divide them
-    by the N ranks, one after another (arXiv 1910.02054, sections 3 and 5). Activations follow from the shape
-    (arXiv 2205.05198, sections 4 and 5). Their sum fits on a GPU or it does not.
+    Parameters, gradients and optimizer states take a known number of bytes, which the ZeRO stages divide by
+    N ranks (arXiv 1910.02054, sections 3 and 5). Activations follow from the shape (arXiv 2205.05198).
 
 Memory
     P = L(12h^2 + 13h) + hv + sh + 2h parameters: L layers of width h, v tokens in the vocabulary, s in a
-    sequence; the head is the embedding. (--params beside a shape sets P.)
+    sequence; the head is the embedding.
     bytes         mixed   fp32    ZeRO-1   ZeRO-2   ZeRO-3
     parameters    2P      4P                        / N
     gradients     2P      4P               / N      / N
@@ -17,7 +16,8 @@ Memory
     none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
     selective     sbh(10 + 24/t)                                           34sbh/t
     full          2sbh                                                     2sbh/t (as blocks enter split)
-    and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head and what a layer computes again.
+    and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head (with --attention fused, at most
+    1024 tokens in place of sb in the second term: fusion.py) and what a layer computes again.
     Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight.
 
 Communication
@@ -38,9 +38,8 @@ Run
     python plan.py --size gpt2-xl --gpus 4 --gpu-gb 24 --micro-batch 8 --recompute all
 
 Left out
-    What is whole for a moment, two units and the embedding: at --size 7.5b 1.4 GB of gradients in zero2.py,
-    in zero3.py as much again of weights. Fragmentation and what CUDA and NCCL take: --gpu-gb is what they
-    leave. What tensor parallelism sends for embedding, head and loss. Time. ZeRO-2 and 3 with tensor and
+    What is whole for a moment, two units and the embedding (at --size 7.5b 1.4 GB in zero2.py). What CUDA and
+    NCCL take. What tensor parallelism sends for embedding, head and loss. Time. ZeRO-2 and 3 with tensor and
     pipeline parallelism, other schedules than 1F1B, experts and offload in the table.
 """
 
@@ -104,16 +103,16 @@ def activations(
     flash=False,
     in_flight=1,
     ends=(True, True),
+    chunk=math.inf,
 ):
     """Bytes of activations at their peak on a rank whose stage has shape.layers layers (section 4.3).
 
-    in_flight: microbatches of `batch` sequences between forward and backward. ends: whether the embedding is
-    in this stage, and the head, whose logits are fp32. The rest is as in layer_activations().
+    in_flight: microbatches after their forward. ends: is the embedding, is the head, with logits of a chunk.
     """
     how = tensor, sequence_parallel, width, flash
     kept, whole = (layer_activations(shape, batch, policy, *how) for policy in (recompute, "none"))
     numbers = batch * shape.seq * shape.hidden // (tensor if sequence_parallel else 1)
-    head = 2 * width * numbers + 4 * batch * shape.seq * -(-shape.vocab // tensor)
+    head = 2 * width * numbers + 4 * min(batch * shape.seq, chunk) * -(-shape.vocab // tensor)
     peak = max(whole - kept, ends[1] * head)  # a layer computed again, or the loss
     return in_flight * (shape.layers * kept + ends[0] * numbers) + peak
 
@@ -155,12 +154,12 @@ def dispatch_wire(shape, batch, ranks, top_k, width=2, microbatches=1):
 
 
 def offloaded(shape, ranks, with_params=False):
-    """Bytes of offload.py in bf16: weights and gradients on a device, all else on its host, weights up."""
+    """Bytes of offload.py in bf16: weights and gradients on a device, all else on its host."""
     model, block = whole_model(shape), parameters(1, shape.hidden, 0, 0, 1, False, False)
     rest = model - shape.layers * block
     on_device = rest + 2 * block if with_params else model
     gradients = max(2 * rest, rest + 2 * block, 3 * block)
-    return 2 * (on_device + gradients), 20 * model // ranks, 2 * (2 * model - on_device) // ranks
+    return 2 * (on_device + gradients), 20 * model // ranks
 
 
 def whole_model(shape):
@@ -180,7 +179,8 @@ def replica(job, tensor, pipeline, stage):
     own, shape = own._replace(seq=own.seq // job.cp), shape._replace(seq=shape.seq // job.cp)
     how = job.recompute, tensor, job.sequence_parallel, width
     in_flight = min(microbatches, pipeline - stage)  # in 1F1B (arXiv 2104.04473, section 2.2)
-    kept = activations(own, batch, *how, job.attention == "flash", in_flight, ends)
+    chunk = 1024 if job.attention == "fused" else math.inf
+    kept = activations(own, batch, *how, job.attention != "math", in_flight, ends, chunk)
     message = width * batch * shape.seq * shape.hidden // (tensor if job.sequence_parallel else 1)
     sent = tensor_wire(own, batch, *how, microbatches) + microbatches * message * ends.count(False)
     tied = width * shape.hidden * -(-shape.vocab // tensor)  # first and last stage add up its gradients
@@ -294,10 +294,8 @@ def show(jobs, tables, advice):
     if job.experts > 1:
         print(with_experts(job))
     if job.shape:
-        device, host, up = map(giga, offloaded(job.shape, job.gpus, True))
-        print(
-            f"offload.py --params, 16 bits: {device} GB and activations; {host} GB on the host, {up} GB go up"
-        )
+        device, host = map(giga, offloaded(job.shape, job.gpus, True))
+        print(f"offload.py --params, in 16 bits: {device} GB and activations on a GPU, {host} GB on its host")
     print("GB: 10^9 bytes. " + (f"{job.attention} attention. {MESHES}" if job.shape else NO_SHAPE))
     print(advice)
 
@@ -329,7 +327,7 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error, add = refuse, parser.add_argument
     add("--params", type=number, help="parameters: 7.5b, 125m, 1e9 (none: as many as the shape has)")
-    add("--size", choices=SIZES, help="shape of a lesson's model: " + ", ".join(Shape._fields))
+    add("--size", choices=SIZES, help="layers, heads, hidden, seq and vocab of a lesson's model")
     for name in Shape._fields:
         add("--" + name, type=int, help="of the shape, in place of the size's")
     add("--gpus", type=int, default=8, help="of all nodes")
@@ -338,7 +336,12 @@ def parse(arguments=None):
     add("--micro-batch", type=int, default=1, help="sequences that go through the model at once")
     add("--accum", type=int, default=1, help="microbatches that each rank accumulates per step")
     add("--precision", default="mixed", choices=BYTES, help="mixed: 16 bits, with an fp32 optimizer")
-    add("--attention", default="flash", choices=("flash", "math"), help="math stores its scores")
+    add(
+        "--attention",
+        default="flash",
+        choices=("flash", "math", "fused"),
+        help="math stores scores; fused few logits (fusion.py)",
+    )
     add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
     add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
     add("--cp", type=int, default=1, help="ranks that share each sequence (context_parallel.py)")
@@ -387,7 +390,7 @@ def plan(job):
     result = vars(job) | {"shape": job.shape and job.shape._asdict(), "json": None, "take": best, "why": why}
     result["rows"] = list(itertools.chain(*rows))
     if job.json:
-        print(json.dumps(result, indent=1), file=job.json)
+        print(json.dumps(result), file=job.json)
     if job.json is not sys.stdout:
         show(jobs, shown, why)
     return result

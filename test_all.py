@@ -55,6 +55,7 @@ LESSONS = [
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
     Lesson("parallel_3d", bad_flags=BAD_MESHES),
+    Lesson("fusion", worlds=(1, 2), bad_flags=("--plain all",)),
     Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload")),
     Lesson("zero_r", bad_flags=("--policy full",)),
 ]

@@ -1,0 +1,380 @@
+"""Fusion: the arithmetic of single.py in fewer trips to memory: attention, loss, and the optimizer's step.
+
+Idea
+    Computing is faster than memory, so a kernel wins that does all that is to be done with a tile while it is
+    there. A softmax needs its row's maximum and sum before its first result; online, each tile corrects both
+    (arXiv 1805.02867). So attention needs no s x s scores (flash attention, 2205.14135 and 2307.08691), and a
+    loss no n x v logits. Here tiles are tensors and steps are operators, to be read and checked anywhere.
+
+Memory (bytes; P parameters; microbatches of b sequences, N ranks)
+    parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     mP        m: fp32 4, fp64 8
+    optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
+    activations   wh(bs(16L+2)+v)+mbs(aL+4L+2)    plain attention keeps 4mLabs^2 more
+
+Communication
+    compute | forward and loss | backward |            | step
+    network |                  |          | all-reduce |
+
+Costs (bytes that a rank sends in a step; a trip: a number's way from or to memory)
+    all-reduce    2mP(N-1)/N
+    Softmax takes 4 trips a score, online 3, in attention none. Backward computes the scores again.
+
+Run
+    python fusion.py --plain attention loss optimizer
+    torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64
+
+Left out
+    Kernels in CUDA or triton, dropout, masks other than causal, fewer key heads, all-reduce during backward.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.func import functional_call
+
+TILE = 128  # queries or keys
+CHUNK = 1024  # tokens whose logits are there at once
+
+
+def three_pass_softmax(x):
+    """Softmax over the last dim: a pass for the maximum, one for the sum, one for the results."""
+    largest = x.amax(-1, keepdim=True)
+    exp = (x - largest).exp()
+    total = exp.sum(-1, keepdim=True)
+    return (x - largest).exp() / total
+
+
+def two_pass_softmax(x):
+    """The same, with maximum and sum in one pass (arXiv 1805.02867, algorithm 3)."""
+    largest = torch.full_like(x[..., :1], -math.inf)
+    total = 0
+    for tile in x.split(TILE, -1):
+        largest, total, _, _ = add_tile(largest, total, tile)
+    return (x - largest).exp() / total
+
+
+def add_tile(largest, total, tile):
+    """Correct rows' maxima and sums for one more tile. Also returns what corrects old sums, and its exp."""
+    larger = torch.maximum(largest, tile.amax(-1, keepdim=True))
+    correction = (largest - larger).exp()
+    weights = (tile - larger).exp()
+    total = total * correction + weights.sum(-1, keepdim=True)
+    return larger, total, correction, weights
+
+
+class FlashAttention(torch.autograd.Function):
+    """Causal attention of q, k, v (B, H, s, D/H). Backward computes the scores again (2307.08691, 3.1)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = torch.empty_like(q)
+        lse = torch.empty_like(q[..., :1], dtype=wide(q))
+        for i, queries in enumerate(tiles(q, out, lse)):
+            q_i, out_i, lse_i = queries
+            largest = torch.full_like(lse_i, -math.inf)
+            total = 0
+            summed = 0
+            for j, (k_j, v_j) in enumerate(tiles(k, v)[: i + 1]):
+                tile = scores(q_i, k_j, i == j)
+                largest, total, correction, weights = add_tile(largest, total, tile)
+                weights = weights.to(v)
+                values = weights @ v_j
+                summed = summed * correction + values
+            out_i.copy_(summed / total)
+            total.log_()
+            lse_i.copy_(largest + total)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        dq = torch.zeros_like(q, dtype=wide(q))
+        dk = torch.zeros_like(dq)
+        dv = torch.zeros_like(dq)
+        mean = (grad * out).sum(-1, keepdim=True, dtype=wide(q))  # of the gradients of a row's weights
+        for i, queries in enumerate(tiles(q, lse, grad, mean, dq)):
+            q_i, lse_i, grad_i, mean_i, dq_i = queries
+            for j, (k_j, v_j, dk_j, dv_j) in enumerate(tiles(k, v, dk, dv)[: i + 1]):
+                tile = scores(q_i, k_j, i == j)
+                weights = (tile - lse_i).exp()
+                dv_j += weights.to(q).mT @ grad_i
+                of_scores = weights * (grad_i @ v_j.mT - mean_i)
+                of_scores *= q.shape[-1] ** -0.5
+                of_scores = of_scores.to(q)
+                dq_i += of_scores @ k_j
+                dk_j += of_scores.mT @ q_i
+        return tuple(x.to(q) for x in (dq, dk, dv))
+
+
+flash_attention = FlashAttention.apply
+
+
+def tiles(*tensors):
+    """[(tile of each) in turn], by tokens."""
+    return list(zip(*(x.split(TILE, 2) for x in tensors)))
+
+
+def scores(q, k, diagonal=True):
+    """Of queries and keys; on the diagonal -inf for keys that are later than the query."""
+    tile = q @ k.mT
+    tile = tile.to(wide(q))
+    tile *= q.shape[-1] ** -0.5
+    if not diagonal:
+        return tile
+    later = torch.ones_like(tile, dtype=torch.bool).triu(1)
+    return tile.masked_fill(later, -math.inf)
+
+
+def wide(x):
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def plain_attention(q, k, v):
+    weights = three_pass_softmax(scores(q, k))
+    return weights.to(v) @ v
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean of cross-entropies: x (n, h), weight (v, h), targets (n,). Gradients are known in forward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets):
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight, dtype=wide(x))
+        loss = 0
+        targets = targets.unsqueeze(1)
+        chunks = zip(x.split(CHUNK), grad_x.split(CHUNK), targets.split(CHUNK))
+        for x_i, grad_i, targets_i in chunks:
+            logits = x_i @ weight.T
+            logits = logits.to(wide(x))
+            logits -= logits.amax(-1, keepdim=True)
+            right = logits.gather(1, targets_i)
+            logits.exp_()
+            total = logits.sum(-1, keepdim=True)
+            loss += (total.log() - right).sum()
+            logits /= total  # by now probabilities
+            logits.scatter_add_(1, targets_i, -torch.ones_like(right))
+            logits /= len(x)  # by now gradients
+            logits = logits.to(x)
+            grad_i.copy_(logits @ weight)
+            grad_weight += logits.T @ x_i
+            del logits  # before the next ones are there
+        ctx.save_for_backward(grad_x, grad_weight.to(x))
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.saved_tensors
+        grad_x = grad_x * grad
+        grad_weight = grad_weight * grad
+        return grad_x, grad_weight, None
+
+
+linear_cross_entropy = LinearCrossEntropy.apply
+
+
+def loss_of(model, plain, inputs, targets):
+    """mean_loss(model(inputs), targets), whose parts are fused unless they are in `plain`."""
+    attention = flash_attention
+    if "attention" in plain:
+        attention = plain_attention
+    x = model.tokens(inputs)
+    x = x + model.positions.weight[: x.shape[1]]
+    for block in model.blocks:
+        qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1))  # (B, T, 3, H, D/H)
+        attended = attention(*qkv.permute(2, 0, 3, 1, 4))
+        x = x + block.proj(attended.transpose(1, 2).flatten(2))
+        x = x + block.down(F.gelu(block.up(block.norm2(x))))
+    x = model.norm(x)
+    if "loss" in plain:
+        return mean_loss(F.linear(x, model.tokens.weight), targets)
+    return linear_cross_entropy(x.flatten(0, 1), model.tokens.weight, targets.flatten())
+
+
+def train(config):
+    """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
+    device, text = set_up(config, f" | plain: {' '.join(config.plain) or 'nothing'}")
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    dtype = DTYPES[config.dtype]
+    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
+    model.forward = partial(loss_of, model, config.plain)
+    kernels = {"fused": True}
+    if "optimizer" in config.plain:
+        kernels = {"foreach": False}
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, **kernels)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        batches = microbatches(config, text, step, device, rank, world_size)
+        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
+        loss = 0
+        for batch in batches:
+            # Gradients add up over microbatches and ranks: divide to get the batch's mean.
+            microloss = functional_call(model, weights, batch) / config.accum / world_size
+            microloss.backward()
+            loss += microloss.detach()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        optimizer.step()
+        model.zero_grad()
+        dist.all_reduce(loss)
+        print_step(config, step, loss, grad_norm, started)
+    if config.save and rank == 0:
+        torch.save(model.to(dtype).state_dict(), config.save)
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    parser.add_argument("--plain", nargs="+", default=[], choices=("attention", "loss", "optimizer"))
+    return parser.parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()

@@ -1,0 +1,132 @@
+"""What is special to fusion.py."""
+
+import math
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from test_all import check_parity
+from tests.harness import TINY, load, mutants, train
+
+SIZES = (1, 5, 127, 128, 129, 300)  # tokens: less than a tile, a whole one, a partial last one
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+
+
+def numbers(*shape, scale=1.0):
+    return (scale * torch.randn(*shape, dtype=torch.float64)).requires_grad_()
+
+
+def check_softmax(name):
+    lesson = load(name)
+    for size in SIZES:
+        x = numbers(3, size, scale=300).detach()
+        for softmax in lesson.three_pass_softmax, lesson.two_pass_softmax:
+            close(softmax(x), x.softmax(-1), msg="another softmax")
+
+
+def check_attention(name):
+    lesson = load(name)
+    torch.manual_seed(0)
+    for size in SIZES:
+        q, k, v = (numbers(2, 3, size, 8, scale=2) for _ in range(3))
+        grad = torch.randn(2, 3, size, 8, dtype=torch.float64)
+        later = torch.ones(size, size, dtype=torch.bool).triu(1)
+        scores = (q @ k.mT / math.sqrt(8)).masked_fill(later, -math.inf)
+        plain = scores.softmax(-1) @ v
+        out = lesson.flash_attention(q, k, v)
+        close(out, plain, msg="another output")
+        close(lesson.plain_attention(q, k, v), plain, msg="another plain output")
+        expected = torch.autograd.grad(plain, (q, k, v), grad)
+        for name, one, other in zip("qkv", torch.autograd.grad(out, (q, k, v), grad), expected):
+            close(one, other, msg=f"another gradient of {name}")
+
+
+def check_loss(name):
+    lesson = load(name)
+    lesson.CHUNK = 64
+    for size in (1, 64, 150):
+        x, weight, targets = numbers(size, 16), numbers(77, 16, scale=60), torch.randint(77, (size,))
+        expected = F.cross_entropy(x @ weight.T, targets)
+        loss = lesson.linear_cross_entropy(x, weight, targets)
+        close(loss, expected, msg="another loss")
+        grads = torch.autograd.grad(3 * loss, (x, weight))
+        for one, other in zip(grads, torch.autograd.grad(3 * expected, (x, weight))):
+            close(one, other, msg="another gradient")
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes alive at once of what operators made."""
+
+    def __enter__(self):
+        self.storages = weakref.WeakSet()
+        self.most = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+        made = {x.untyped_storage() for x in tree_leaves(result) if torch.is_tensor(x)}
+        self.storages |= made - given
+        self.most = max(self.most, sum(storage.nbytes() for storage in self.storages))
+        return result
+
+
+def check_memory(name):
+    """Attention's tiles take as much for 4096 tokens as for 1024; logits are those of 1024 of 8192 tokens."""
+    lesson = load(name)
+    tiles = []
+    for s in 1024, 4096:
+        q, k, v = (torch.randn(1, 1, s, 64, requires_grad=True) for _ in range(3))
+        with Peak() as peak:
+            out = lesson.flash_attention(q, k, v)
+        tiles.append(peak.most - 4 * (64 * s + s))
+    assert tiles[0] == tiles[1] < 4 * 6 * 128**2, f"attention's tiles take {tiles}"
+    with Peak() as peak:
+        out.sum().backward()
+    assert peak.most == 4 * (4 * 64 * s + s) + 8, f"attention's gradients take {peak.most}"
+    x, weight = torch.randn(8192, 16), torch.randn(50257, 16)
+    targets = torch.randint(50257, (8192,))
+    with Peak() as peak:
+        lesson.linear_cross_entropy(x, weight, targets)
+    formula = 4 * (1024 * 50257 + 8192 * 16 + 2 * 50257 * 16 + 2 * 1024 + 1)
+    assert peak.most == formula, f"the loss takes {peak.most}, not {formula}"
+
+
+@pytest.mark.parametrize("check", [check_softmax, check_attention, check_loss, check_memory])
+def test_a_fused_part_is_the_plain_one_in_less_memory(check):
+    check("fusion")
+
+
+@pytest.mark.parametrize("part", ["attention", "loss", "optimizer", "attention loss optimizer"])
+def test_so_is_training_with_any_part_plain(part):
+    check_parity("fusion", 2, "--accum 3", f"--plain {part}")
+
+
+def test_many_tiles_and_chunks_train_as_one():
+    flags = f"{TINY} --context 300 --batch 4 --dtype fp64"
+    close(train("fusion", 1, flags)[0]["losses"], train("single", 1, flags)[0]["losses"])
+
+
+MUTANTS = [
+    ("summed = summed * correction + values", "summed = summed + values", check_attention, "another output"),
+    ("total = total * correction +", "total = total +", check_softmax, "another softmax"),
+    (".triu(1)", ".triu(2)", check_attention, "another output"),
+    (
+        "enumerate(tiles(k, v)[: i + 1])",
+        "enumerate(tiles(k, v)[: i or 1])",
+        check_attention,
+        "another output",
+    ),
+    ("total.log_()", "total.log2_()", check_attention, "another gradient of q"),
+    ("(grad_i @ v_j.mT - mean_i)", "(grad_i @ v_j.mT)", check_attention, "another gradient of q"),
+    ("-torch.ones_like(right)", "torch.zeros_like(right)", check_loss, "another gradient"),
+    ("grad_weight = grad_weight * grad", "pass", check_loss, "another gradient"),
+    ("logits -= logits.amax(-1, keepdim=True)\n", "pass\n", check_loss, "another loss"),
+    ("CHUNK = 1024", "CHUNK = 8192", check_memory, "the loss takes"),
+]
+test_a_mutant_is_rejected = mutants(MUTANTS, "fusion")
