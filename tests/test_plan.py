@@ -253,10 +253,10 @@ def check_offload(name):
         config.shares = 1
         letters = ledger.letters_of(lesson, config, 4, "gloo")
         formulas = ledger.read_formulas(lesson, config)
-        device, gradients, host = (
+        weights, grads, host = (
             ledger.evaluate(formulas[key], letters) for key in ("parameters", "gradients", "host")
         )
-        assert plan.offloaded(shape, 4, bool(more)) == (device + gradients, host), "other bytes"
+        assert plan.offloaded(shape, 4, bool(more)) == (weights + grads, host), "other bytes"
 
 
 CHECKS = [check_experts, check_offload, check_figure_1, check_counts, check_whole_model, check_layer]

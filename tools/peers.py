@@ -264,7 +264,7 @@ def peers_of(name):
     """{title: build}; build is None where a package is missing."""
     views = {"fifths": True, "gradient_as_bucket_view": True}
     peers = {ALONE: partial(plain, lambda model: model)}
-    if name == "collectives":
+    if name in ("collectives", "fusion"):
         peers["one all-reduce by the library"] = AllReduced
     if name == "ddp":
         peers["torch DDP, defaults"] = partial(ddp, {})
