@@ -3,29 +3,28 @@
 Idea
     Computing is faster than memory, so a kernel wins that does all that is to be done with a tile while it is
     there. A softmax needs its row's maximum and sum before its first result; online, each tile corrects both
-    (arXiv 1805.02867). So attention needs no s x s scores (flash attention, 2205.14135 and 2307.08691), and a
-    loss no n x v logits. Here tiles are tensors and steps are operators, to be read and checked anywhere.
+    (arXiv 1805.02867), and in attention the output so far (flash attention, 2205.14135): no s x s scores. A
+    loss knows its gradients at once: no n x v logits. Here tiles are tensors, to read and check anywhere.
 
-Memory (bytes; P parameters; microbatches of b sequences, N ranks)
+Memory (bytes; P parameters; L blocks, a heads, width h; v words; b sequences of s in a microbatch; N ranks)
     parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     mP        m: fp32 4, fp64 8
     optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
-    activations   wh(bs(16L+2)+v)+mbs(aL+4L+2)    plain attention keeps 4mLabs^2 more
+    activations   wh(bs(16L+2)+v)+mbs(aL+4L+2)    plain attention: about 4mLabs^2 more
 
 Communication
     compute | forward and loss | backward |            | step
     network |                  |          | all-reduce |
 
-Costs (bytes that a rank sends in a step; a trip: a number's way from or to memory)
+Costs (bytes that a rank sends in a step; of a softmax kernel 4 trips a number, online 3, in attention none)
     all-reduce    2mP(N-1)/N
-    Softmax takes 4 trips a score, online 3, in attention none. Backward computes the scores again.
 
 Run
     python fusion.py --plain attention loss optimizer
     torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64
 
 Left out
-    Kernels in CUDA or triton, dropout, masks other than causal, fewer key heads, all-reduce during backward.
+    Kernels in CUDA or triton, dropout, masks other than causal, fewer key heads, second gradients.
 """
 
 import argparse
@@ -44,7 +43,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-TILE = 128  # queries or keys
+TILE = 128  # queries, keys, or numbers of a row
 CHUNK = 1024  # tokens whose logits are there at once
 
 
@@ -66,7 +65,7 @@ def two_pass_softmax(x):
 
 
 def add_tile(largest, total, tile):
-    """Correct rows' maxima and sums for one more tile. Also returns what corrects old sums, and its exp."""
+    """Rows' maxima and sums with one more tile; what corrects older sums; exp(tile - maxima)."""
     larger = torch.maximum(largest, tile.amax(-1, keepdim=True))
     correction = (largest - larger).exp()
     weights = (tile - larger).exp()
@@ -90,11 +89,9 @@ class FlashAttention(torch.autograd.Function):
                 tile = scores(q_i, k_j, i == j)
                 largest, total, correction, weights = add_tile(largest, total, tile)
                 weights = weights.to(v)
-                values = weights @ v_j
-                summed = summed * correction + values
+                summed = summed * correction + weights @ v_j
             out_i.copy_(summed / total)
-            total.log_()
-            lse_i.copy_(largest + total)
+            lse_i.copy_(largest + total.log())
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -104,7 +101,7 @@ class FlashAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=wide(q))
         dk = torch.zeros_like(dq)
         dv = torch.zeros_like(dq)
-        mean = (grad * out).sum(-1, keepdim=True, dtype=wide(q))  # of the gradients of a row's weights
+        mean = (grad * out).sum(-1, keepdim=True)  # of its weights' gradients, weighted
         for i, queries in enumerate(tiles(q, lse, grad, mean, dq)):
             q_i, lse_i, grad_i, mean_i, dq_i = queries
             for j, (k_j, v_j, dk_j, dv_j) in enumerate(tiles(k, v, dk, dv)[: i + 1]):
@@ -172,7 +169,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_i.copy_(logits @ weight)
             grad_weight += logits.T @ x_i
             del logits  # before the next ones are there
-        ctx.save_for_backward(grad_x, grad_weight.to(x))
+        grad_weight = grad_weight.to(x)
+        ctx.save_for_backward(grad_x, grad_weight)
         return loss / len(x)
 
     @staticmethod
@@ -201,7 +199,8 @@ def loss_of(model, plain, inputs, targets):
     x = model.norm(x)
     if "loss" in plain:
         return mean_loss(F.linear(x, model.tokens.weight), targets)
-    return linear_cross_entropy(x.flatten(0, 1), model.tokens.weight, targets.flatten())
+    x = x.flatten(0, 1)
+    return linear_cross_entropy(x, model.tokens.weight, targets.flatten())
 
 
 def train(config):
@@ -226,8 +225,9 @@ def train(config):
             microloss = functional_call(model, weights, batch) / config.accum / world_size
             microloss.backward()
             loss += microloss.detach()
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
+        works = [dist.all_reduce(param.grad, async_op=True) for param in model.parameters()]
+        for work in works:
+            work.wait()
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
         optimizer.step()
         model.zero_grad()
