@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; P parameters; L blocks, a heads, width h; v words; b sequences of s in a microbatch; N ranks)
     parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     mP        m: fp32 4, fp64 8
+    gradients     2mP       m: fp32 4, fp64 8; each parameter's, and all in one flat tensor
     optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
     activations   wh(bs(16L+2)+v)+mbs(aL+4L+2)    plain attention: about 4mLabs^2 more
 
@@ -20,8 +20,7 @@ Costs (bytes that a rank sends in a step; of a softmax kernel 4 trips a number, 
     all-reduce    2mP(N-1)/N
 
 Run
-    python fusion.py --plain attention loss optimizer
-    torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64
+    torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64 --plain attention loss
 
 Left out
     Kernels in CUDA or triton, dropout, masks other than causal, fewer key heads, second gradients.
@@ -217,18 +216,19 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, **kernels)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, rank, world_size)
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
-        for batch in batches:
+        for batch in microbatches(config, text, step, device, rank, world_size):
             # Gradients add up over microbatches and ranks: divide to get the batch's mean.
             microloss = functional_call(model, weights, batch) / config.accum / world_size
             microloss.backward()
             loss += microloss.detach()
-        works = [dist.all_reduce(param.grad, async_op=True) for param in model.parameters()]
-        for work in works:
-            work.wait()
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        grads = [param.grad for param in model.parameters()]
+        flat_grad = nn.utils.parameters_to_vector(grads)
+        dist.all_reduce(flat_grad)
+        nn.utils.vector_to_parameters(flat_grad, grads)
+        max_norm = config.clip or math.inf
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         model.zero_grad()
         dist.all_reduce(loss)

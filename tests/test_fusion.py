@@ -119,7 +119,7 @@ MUTANTS = [
         check_attention,
         "another output",
     ),
-    ("total.log()", "total.log2()", check_attention, "another gradient of q"),
+    ("largest + total.log()", "largest + total.log2()", check_attention, "another gradient of q"),
     ("(grad_i @ v_j.mT - mean_i)", "(grad_i @ v_j.mT)", check_attention, "another gradient of q"),
     ("-torch.ones_like(right)", "torch.zeros_like(right)", check_loss, "another gradient"),
     ("grad_weight = grad_weight * grad", "pass", check_loss, "another gradient"),

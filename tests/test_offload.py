@@ -121,7 +121,7 @@ def events(name, flags):
 
     lesson.Offload._fetch = noted(lesson.Offload._fetch, "fetch", pause=0.005)  # a computation
     host_step = lesson.Unit.step
-    lesson.Unit.step = noted(lambda *args: (time.sleep(0.01), host_step(*args)), "step")  # longer than a copy
+    lesson.Unit.step = noted(lambda *args: (time.sleep(0.03), host_step(*args)), "step")  # longer than a copy
     for what in "bring", "land":
         setattr(lesson.Unit, what, noted(getattr(lesson.Unit, what), what))
     lesson.train(lesson.parse(flags.split()))
