@@ -199,14 +199,14 @@ def loss_of(model, plain, inputs, targets):
     if "loss" in plain:
         return mean_loss(F.linear(x, model.tokens.weight), targets)
     x = x.flatten(0, 1)
-    return linear_cross_entropy(x, model.tokens.weight, targets.flatten())
+    targets = targets.flatten()
+    return linear_cross_entropy(x, model.tokens.weight, targets)
 
 
 def train(config):
     """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
     device, text = set_up(config, f" | plain: {' '.join(config.plain) or 'nothing'}")
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[config.dtype]
     model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
     model.forward = partial(loss_of, model, config.plain)
@@ -216,9 +216,10 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, **kernels)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
+        batches = microbatches(config, text, step, device, rank, world_size)
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
-        for batch in microbatches(config, text, step, device, rank, world_size):
+        for batch in batches:
             # Gradients add up over microbatches and ranks: divide to get the batch's mean.
             microloss = functional_call(model, weights, batch) / config.accum / world_size
             microloss.backward()
@@ -227,8 +228,7 @@ def train(config):
         flat_grad = nn.utils.parameters_to_vector(grads)
         dist.all_reduce(flat_grad)
         nn.utils.vector_to_parameters(flat_grad, grads)
-        max_norm = config.clip or math.inf
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
         optimizer.step()
         model.zero_grad()
         dist.all_reduce(loss)
