@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from test_all import check_parity
-from tests.harness import TINY, load, mutants, train
+from test_all import check_parity, optimizers_made
+from tests.harness import TINY, load, mutants, train, world
 
 SIZES = (1, 5, 127, 128, 129, 300)  # tokens: less than a tile, a whole one, a partial last one
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -102,6 +102,8 @@ def test_a_fused_part_is_the_plain_one_in_less_memory(check):
 @pytest.mark.parametrize("part", ["attention", "loss", "optimizer", "attention loss optimizer"])
 def test_so_is_training_with_any_part_plain(part):
     check_parity("fusion", 2, "--accum 3", f"--plain {part}")
+    made, _ = world(2).run(optimizers_made, "fusion", f"{TINY} --plain {part}")
+    assert ("fused" in made[0]) == ("optimizer" not in part), "another optimizer"
 
 
 def test_many_tiles_and_chunks_train_as_one():

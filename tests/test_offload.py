@@ -63,8 +63,7 @@ def played(name):
             more = [more, torch.empty(10)]
 
 
-def saved_midway(name):
-    """On a rank: the weights after two steps, with and without a look at them after the first."""
+def saved_midway(name):  # the weights after two steps, with and without a look at them after the first
     lesson = load(name)
     config = lesson.parse(f"{TINY} --params".split())
     device, text = lesson.set_up(config)
@@ -102,8 +101,7 @@ def test_a_link_copies_at_its_rate():
     assert 0.08 <= time.perf_counter() - started < 0.3
 
 
-def events(name, flags):
-    """On a rank: [(what, unit, "starts" or "ends")] from the first step() on. Unit 0 is the root."""
+def events(name, flags):  # [(what, unit, "starts" or "ends")] from the first step() on; unit 0 is the root
     lesson = load(name)
     log = []
 
