@@ -20,7 +20,7 @@ Costs (bytes that a rank sends in a step; of a softmax kernel 4 trips a number, 
     all-reduce    2mP(N-1)/N
 
 Run
-    torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64 --plain attention loss
+    torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64   (--plain attention: not fused)
 
 Left out
     Kernels in CUDA or triton, dropout, masks other than causal, fewer key heads, second gradients.
@@ -47,7 +47,7 @@ CHUNK = 1024  # tokens whose logits are there at once
 
 
 def three_pass_softmax(x):
-    """Softmax over the last dim: a pass for the maximum, one for the sum, one for the results."""
+    """Softmax over the last dim: a pass over x for the maximum, one for the sum, one for the results."""
     largest = x.amax(-1, keepdim=True)
     exp = (x - largest).exp()
     total = exp.sum(-1, keepdim=True)
@@ -100,7 +100,7 @@ class FlashAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=wide(q))
         dk = torch.zeros_like(dq)
         dv = torch.zeros_like(dq)
-        mean = (grad * out).sum(-1, keepdim=True)  # of its weights' gradients, weighted
+        mean = (grad * out).sum(-1, keepdim=True)  # over keys, of the gradients of weights, weighted
         for i, queries in enumerate(tiles(q, lse, grad, mean, dq)):
             q_i, lse_i, grad_i, mean_i, dq_i = queries
             for j, (k_j, v_j, dk_j, dv_j) in enumerate(tiles(k, v, dk, dv)[: i + 1]):

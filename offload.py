@@ -9,7 +9,7 @@ Memory (bytes of a rank's device, and its host; P parameters, U in a block, E in
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
     parameters    w(E+2U)                with --params
     gradients     wmax(2E,E+2U,3U)       two copies, to send and to receive, and those of the next unit
-    host          (K+2m+w+c/2)P/N        m at least fp32; K two moments; c 4 in bf16, with masters, else 0
+    host          (K+2m+w+c/2)P/N        K moments, AdamW 2m; m max(w, 4); c 4 in bf16, with masters, else 0
 
 Communication (clipping needs the norm of all gradients, so the host does not step while backward runs)
     compute | forward 1 | forward 2 | backward 2 | backward 1 |        |        |        | forward 1
@@ -26,7 +26,7 @@ Costs (bytes that a rank sends over its link down and up, and in a ring, in a st
 
 Run
     torchrun --nproc_per_node=8 offload.py --size gpt2-xl --dtype bf16 --batch 64
-    torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 16 --link-gbps 10
+    torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 20 --link-gbps 10
 
 Left out
     Delayed updates (section 5.2), disks, activation checkpointing, several dtypes, buffers, weights that are
@@ -57,7 +57,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Offload:
-    """Of a module on the CPU, equal on all ranks, each of `blocks` is a unit; so are all other parameters."""
+    """Of a module on the CPU, equal on all ranks, each of `blocks` is a unit; all else is one, the root."""
 
     def __init__(self, module, blocks, device, params, gbps, new_optimizer):
         self.module = module
@@ -69,7 +69,7 @@ class Offload:
         self.group = dist.new_group()  # for what the thread `up` sends
         in_blocks = set(blocks.parameters())
         others = [weight for weight in module.parameters() if weight not in in_blocks]
-        self.units = [Unit(self, others)]
+        self.units = [Unit(self, others)]  # the root
         for block in blocks:
             weights = list(block.parameters())
             self.units.append(Unit(self, weights))
@@ -87,8 +87,8 @@ class Offload:
         unit.fetched.result()
         if self.up.stream:
             torch.cuda.current_stream(self.device).wait_stream(self.up.stream)
-        for unit in later[:1]:
-            unit.fetch()
+        for other in later[:1]:
+            other.fetch()
 
     def step(self, max_norm):
         """Step with gradients clipped to a norm of max_norm at most. Returns the norm of before."""
@@ -100,7 +100,7 @@ class Offload:
         scale = min(1, max_norm / (norm.item() + 1e-6))
         for unit in self.units:
             unit.stepped = self.down.submit(unit.step, scale)
-            unit.fetched = None  # they are old
+            unit.fetched = None  # these weights are old
         return norm
 
     def full_state_dict(self):
@@ -170,7 +170,7 @@ class Unit:
 
     def land(self, flat, received, work):
         work.wait()
-        total = flat[: len(self.own)]  # of the memory that is there
+        total = flat[: len(self.own)]  # needs no more memory
         torch.sum(received.view(-1, len(total)), 0, out=total)
         self.offload.down.copy(self.landing, total)
         for tensor in flat, received:

@@ -166,14 +166,14 @@ MUTANTS = [
     ("        unit.fetched.result()\n", "", check_step, "weights of before"),  # a copy not waited for
     (WAIT, "        self.offload.up", check_step, "before its step"),
     (
-        "            unit.fetched = None  # they are old\n",
+        "            unit.fetched = None  # these weights are old\n",
         "",
         check_parity,
         "losses differ",
     ),  # a stale upload
     ("self.shard.copy_(self.master.data)", "pass", check_masters, "bf16 weights moved"),
     (BUFFER, "self.landing = self.shard", check_parity, "losses differ"),  # a buffer used too early
-    ("        for unit in later[:1]:\n            unit.fetch()\n", "", check_overlap, "too late in forward"),
+    ("            other.fetch()\n", "            pass\n", check_overlap, "too late in forward"),
     ("[i::direction]", "[i:]", check_overlap, "too late in backward"),
     ("        offload.sent.result()", "        offload.sent.done()", check_gradients, "gradients: +"),
     ("        if offload.params:\n            self.drop()\n", "", WITH_PARAMS, "parameters: +"),
