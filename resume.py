@@ -1,0 +1,380 @@
+"""Resume: checkpoints that N ranks save while training goes on, each its shard, and that M ranks load.
+
+Idea
+    Each rank writes its 1/N of masters and moments to a file of its own; when all have confirmed, rank 0
+    publishes them with a manifest that says what is where. Nothing counts before: a run may be killed at any
+    moment. Each of M ranks reads the columns that it needs, whoever wrote them (ByteCheckpoint, arXiv
+    2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
+
+Memory (bytes; P parameters, N ranks; w a weight: fp32 4, bf16 2, fp64 8; m fp32 4, fp64 8; c bf16 4, else 0)
+    parameters    wP
+    gradients     max(2wP,wP+cP/N)    each parameter's, and all in one tensor, or the shard's in fp32
+    optimizer     3mP/N               of the shard: masters, two moments (the disk: 3mP)
+
+Communication
+      train | step 9 | step 10 | copy | step 11 | step 12 |         | step 13
+    network |        |         |      |         |         | confirm |
+       disk |        |         |      | rank-0.bin, fsync |         | rename
+
+Costs (bytes that a rank of a ring sends in a step; a save sends a few numbers)
+    all-reduce    2wP(N-1)/N
+    all-gather    wP(N-1)/N
+    To save every E seconds costs d/E, to fail every M seconds E/2M: least with E = sqrt(2dM) (Young, 1974).
+
+Run
+    torchrun --nproc_per_node=4 resume.py --checkpoint runs/c --every 5    (then on 2, with --steps 40)
+    torchrun --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --dtype bf16 --checkpoint runs/xl
+
+Left out
+    ZeRO-1's reduce-scatter and overlap, folders that hosts do not share, another batch or optimizer, random
+    states: batches depend on seed and step alone, on whatever ranks.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+
+
+def save(folder, run, keep, group, step, rows):
+    """Save a matrix of which each rank has 1/N of the columns, `rows`. All ranks must call it."""
+    start = dist.get_rank() * rows.shape[1]  # the first column of this rank
+    draft = folder / f"draft-{step:08}"
+    path = draft / f"rank-{dist.get_rank()}.bin"
+    shard = {"file": path.name, "range": (start, start + rows.shape[1])}
+    try:
+        shard["checksum"] = checksum(rows, start)
+        draft.mkdir(exist_ok=True)
+        path.write_bytes(rows)
+        sync(path)
+    except OSError as problem:
+        shard = problem
+    shards = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, shard, group=group)
+    if dist.get_rank() == 0:
+        publish(draft, {"step": step, "world_size": len(shards), **run, "shards": shards}, keep)
+
+
+def publish(draft, manifest, keep):
+    """Rename the folder, if all ranks have written their files: it is there at once, or not at all."""
+    folder = draft.parent
+    try:
+        for shard in manifest["shards"]:
+            if isinstance(shard, OSError):
+                raise shard
+        path = draft / "manifest.json"
+        path.write_text(json.dumps(manifest))
+        sync(path)
+        sync(draft)
+        draft.rename(folder / f"step-{manifest['step']:08}")
+        sync(folder)
+    except OSError as problem:
+        say(f"step {manifest['step']} is not saved: {problem}")
+        shutil.rmtree(draft, ignore_errors=True)
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old.rename(draft), ignore_errors=True)
+
+
+def load(folder, run, group, rows):
+    """Fill this rank's rows from the newest checkpoint. Returns its step; 0: there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:
+        for draft in folder.glob("draft-*"):
+            shutil.rmtree(draft)  # a killed run left it
+    complete = sorted(folder.glob("step-*"))
+    if not complete:
+        return 0
+    manifest = json.loads((complete[-1] / "manifest.json").read_text())
+    for key, value in run.items():
+        if manifest.get(key) != value:
+            raise ValueError(f"was saved with {key} {manifest.get(key)}, not {value}")
+    for shard in manifest["shards"]:
+        path = complete[-1] / shard["file"]
+        total = torch.tensor(read(path, *shard["range"], rows))
+        dist.all_reduce(total, group=group)  # all ranks together have read the file once
+        if total != shard["checksum"]:
+            raise ValueError(f"{path} is missing or damaged; remove {path.parent}")
+    return manifest["step"]
+
+
+def read(path, start, end, rows):
+    """Copy the columns that are in this file and in this rank's rows. Returns their checksum."""
+    own_start = dist.get_rank() * rows.shape[1]
+    first = max(start, own_start)
+    last = max(first, min(end, own_start + rows.shape[1]))
+    try:
+        saved = np.memmap(path, f"f{rows.itemsize}", "r", shape=(len(rows), end - start))
+    except (OSError, ValueError):
+        return 0  # missing or too short, so that the checksum will be wrong
+    part = saved[:, first - start : last - start]
+    rows[:, first - own_start : last - own_start] = torch.tensor(part)
+    return checksum(part, first)
+
+
+def checksum(rows, start):
+    """Of columns from `start` on: bits times odd numbers, modulo 2^64. Parts' sums are the whole's."""
+    of_row = 2 * np.arange(len(rows)) + 1
+    of_column = 2 * np.arange(start, start + rows.shape[1]) + 1
+    return int(of_row @ (rows.view(f"i{rows.itemsize}") @ of_column))
+
+
+def sync(path):
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def say(text):
+    if dist.get_rank() == 0:
+        print(f"{Path(__file__).name}: --checkpoint: {text}", file=sys.stderr)
+
+
+class ShardedOptimizer:
+    """All parameters are one flat vector, of which this rank steps 1/N. `rows`: its weights and moments."""
+
+    def __init__(self, params, optimizer_class, **options):
+        self.params = params
+        flat = parameters_to_vector(params).detach()
+        self.padding = -len(flat) % dist.get_world_size()
+        self.flat_param = F.pad(flat, (0, self.padding))
+        vector_to_parameters(self.flat_param, params)  # which are now parts of it
+        self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]
+        weights = self.own.to(torch.promote_types(flat.dtype, torch.float32))
+        self.rows = torch.stack([weights, torch.zeros_like(weights), torch.zeros_like(weights)])
+        self.shard = nn.Parameter(self.rows[0])
+        self.optimizer = optimizer_class([self.shard], **options)
+        self.steps = torch.zeros((), device=flat.device)
+        state = {"step": self.steps, "exp_avg": self.rows[1], "exp_avg_sq": self.rows[2]}
+        self.optimizer.state[self.shard] = state
+
+    def step(self, max_norm):
+        """Step with gradients clipped to a norm of max_norm at most. Returns the norm of before."""
+        flat_grad = parameters_to_vector([param.grad for param in self.params])
+        for param in self.params:
+            param.grad = None
+        flat_grad = F.pad(flat_grad, (0, self.padding))
+        dist.all_reduce(flat_grad)
+        norm = flat_grad.norm(dtype=torch.float64)
+        own_grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()]
+        self.shard.grad = own_grad.to(self.shard.dtype)
+        self.shard.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.unshard()
+        return norm
+
+    def unshard(self):
+        self.own.copy_(self.rows[0])
+        all_gather(self.flat_param, self.own)
+
+
+def go_on(config, model, sharded):
+    """Load the newest checkpoint. Returns what saves the next ones."""
+    run = {"format": 1, "rows": ["weights", "exp_avg", "exp_avg_sq"]}
+    run |= {name: getattr(config, name) for name in (*SHAPE, "dtype", "optim", "seed", "batch")}
+    run["shapes"] = {name: list(param.shape) for name, param in model.named_parameters()}
+    group = dist.new_group(backend="gloo")  # for the thread that saves
+    try:
+        sharded.steps.fill_(load(config.checkpoint, run, group, sharded.rows))
+    except (OSError, ValueError) as problem:
+        refuse(f"--checkpoint {config.checkpoint}: {problem}")
+    sharded.unshard()
+    return partial(save, config.checkpoint, run, config.keep, group)
+
+
+def train(config):
+    """Train with these flags, from the newest checkpoint on."""
+    device, text = set_up(config, f" | checkpoint {config.checkpoint} | every {config.every}")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if min(config.every, config.keep) < 1:
+        refuse(f"--every {config.every}, --keep {config.keep}: must be 1 or more")
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    sharded = ShardedOptimizer(list(model.parameters()), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
+    thread = ThreadPoolExecutor(1)
+    saving = thread.submit(int)  # nothing yet
+    if config.checkpoint:
+        write = go_on(config, model, sharded)
+    for step in range(int(sharded.steps) + 1, config.steps + 1):
+        started = time.perf_counter()
+        loss = 0
+        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
+            # Gradients add up over microbatches and ranks: divide to get the batch's mean.
+            microloss = mean_loss(model(inputs), targets) / config.accum / world_size
+            microloss.backward()
+            loss += microloss.detach()
+        grad_norm = sharded.step(config.clip or math.inf)
+        dist.all_reduce(loss)
+        if config.checkpoint and step % config.every == 0:
+            if not saving.done():
+                say(f"step {step} waits for the save before it; raise --every")
+            saving.result()
+            saving = thread.submit(write, step, sharded.rows.to("cpu", copy=True).numpy())
+        if config.no_overlap or step == config.steps:
+            saving.result()
+        print_step(config, step, loss, grad_norm, started)
+    if config.save and rank == 0:
+        torch.save(model.state_dict(), config.save)
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    parser = flags()
+    add = parser.add_argument
+    add("--checkpoint", type=Path, help="folder for checkpoints; training goes on from the newest")
+    add("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
+    add("--keep", type=int, default=2, help="checkpoints to keep")
+    add("--no-overlap", action="store_true", help="training waits until a checkpoint is written")
+    return parser.parse_args(arguments)
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def flags():
+    """The parser of the flags that every lesson has."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="overrides --size")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
+    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
+    add("--optim", default="adamw", choices=OPTIMIZERS)
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    add("--save", help="file for the state_dict")
+    return parser
+
+
+def refuse(problem):
+    """End this rank with exit code 2; rank 0 says in one line what to change."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):
+    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
+    for name, value in zip(SHAPE, SIZES[config.size].split()):
+        setattr(config, name, getattr(config, name) or int(value))
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if config.save and not Path(config.save).parent.is_dir():
+        refuse(f"--save {config.save}: its folder does not exist")
+    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
+    text = bytearray().join(path.read_bytes() for path in files)
+    if len(text) <= config.context:
+        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):
+    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):
+    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):
+    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()
