@@ -2,14 +2,14 @@
 
 Idea
     Each rank writes its 1/N of masters and moments to a file of its own; when all have confirmed, rank 0
-    publishes them with a manifest that says what is where. Nothing counts before: a run may be killed at any
-    moment. Each of M ranks reads the columns that it needs, whoever wrote them (ByteCheckpoint, arXiv
-    2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
+    publishes them with a manifest that says what is where. Until then they do not count, so a run may be
+    killed at any moment. Each of M ranks reads the columns that it needs, whoever wrote them (ByteCheckpoint,
+    arXiv 2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
 
 Memory (bytes; P parameters, N ranks; w a weight: fp32 4, bf16 2, fp64 8; m fp32 4, fp64 8; c bf16 4, else 0)
-    parameters    wP
-    gradients     max(2wP,wP+cP/N)    each parameter's, and all in one tensor, or the shard's in fp32
-    optimizer     3mP/N               of the shard: masters, two moments (the disk: 3mP)
+    parameters    wP          all weights
+    gradients     2wP+cP/N    each parameter's; all in one tensor; in bf16 the shard's in fp32
+    optimizer     3mP/N       the shard's masters and two moments; a save copies them on the host; on disk 3mP
 
 Communication
       train | step 9 | step 10 | copy | step 11 | step 12 |         | step 13
@@ -19,15 +19,15 @@ Communication
 Costs (bytes that a rank of a ring sends in a step; a save sends a few numbers)
     all-reduce    2wP(N-1)/N
     all-gather    wP(N-1)/N
-    To save every E seconds costs d/E, to fail every M seconds E/2M: least with E = sqrt(2dM) (Young, 1974).
+    If a save costs d seconds and failures come every F, save every sqrt(2dF) seconds (Young, 1974).
 
 Run
     torchrun --nproc_per_node=4 resume.py --checkpoint runs/c --every 5    (then on 2, with --steps 40)
-    torchrun --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --dtype bf16 --checkpoint runs/xl
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    (else torch's restarted ranks connect to the dead ones)
+    torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint runs/xl
 
 Left out
-    ZeRO-1's reduce-scatter and overlap, folders that hosts do not share, another batch or optimizer, random
-    states: batches depend on seed and step alone, on whatever ranks.
+    ZeRO-1's reduce-scatter and overlap, folders that hosts do not share, another batch or optimizer.
 """
 
 import argparse
@@ -52,16 +52,16 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
-def save(folder, run, keep, group, step, rows):
-    """Save a matrix of which each rank has 1/N of the columns, `rows`. All ranks must call it."""
-    start = dist.get_rank() * rows.shape[1]  # the first column of this rank
+def save(folder, run, keep, group, step, state):
+    """Save a matrix of which each rank has 1/N of the columns, `state`. All ranks must call it."""
+    start = dist.get_rank() * state.shape[1]  # the first column of this rank
     draft = folder / f"draft-{step:08}"
     path = draft / f"rank-{dist.get_rank()}.bin"
-    shard = {"file": path.name, "range": (start, start + rows.shape[1])}
+    shard = {"file": path.name, "range": (start, start + state.shape[1])}
     try:
-        shard["checksum"] = checksum(rows, start)
+        shard["checksum"] = checksum(state, start)
         draft.mkdir(exist_ok=True)
-        path.write_bytes(rows)
+        path.write_bytes(state)
         sync(path)
     except OSError as problem:
         shard = problem
@@ -72,7 +72,7 @@ def save(folder, run, keep, group, step, rows):
 
 
 def publish(draft, manifest, keep):
-    """Rename the folder, if all ranks have written their files: it is there at once, or not at all."""
+    """Give the folder its name, if all ranks have written their files: it appears whole or not at all."""
     folder = draft.parent
     try:
         for shard in manifest["shards"]:
@@ -84,54 +84,55 @@ def publish(draft, manifest, keep):
         sync(draft)
         draft.rename(folder / f"step-{manifest['step']:08}")
         sync(folder)
+        for old in sorted(folder.glob("step-*"))[:-keep]:
+            shutil.rmtree(old.rename(draft))  # a run that is killed here leaves no half of a step-*
     except OSError as problem:
         say(f"step {manifest['step']} is not saved: {problem}")
         shutil.rmtree(draft, ignore_errors=True)
-    for old in sorted(folder.glob("step-*"))[:-keep]:
-        shutil.rmtree(old.rename(draft), ignore_errors=True)
 
 
-def load(folder, run, group, rows):
-    """Fill this rank's rows from the newest checkpoint. Returns its step; 0: there is none."""
+def load(folder, run, group, state):
+    """Fill this rank's state from the newest checkpoint. Returns its step; 0: there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
         for draft in folder.glob("draft-*"):
             shutil.rmtree(draft)  # a killed run left it
-    complete = sorted(folder.glob("step-*"))
-    if not complete:
+    newest = [max(folder.glob("step-*"), default=None)]
+    dist.broadcast_object_list(newest, group=group)  # what rank 0 sees
+    if not newest[0]:
         return 0
-    manifest = json.loads((complete[-1] / "manifest.json").read_text())
+    manifest = json.loads((newest[0] / "manifest.json").read_text())
     for key, value in run.items():
         if manifest.get(key) != value:
             raise ValueError(f"was saved with {key} {manifest.get(key)}, not {value}")
     for shard in manifest["shards"]:
-        path = complete[-1] / shard["file"]
-        total = torch.tensor(read(path, *shard["range"], rows))
-        dist.all_reduce(total, group=group)  # all ranks together have read the file once
+        path = newest[0] / shard["file"]
+        total = torch.tensor(read(path, *shard["range"], state))
+        dist.all_reduce(total, group=group)  # all ranks together have read it once, but for padding: zeros
         if total != shard["checksum"]:
             raise ValueError(f"{path} is missing or damaged; remove {path.parent}")
     return manifest["step"]
 
 
-def read(path, start, end, rows):
-    """Copy the columns that are in this file and in this rank's rows. Returns their checksum."""
-    own_start = dist.get_rank() * rows.shape[1]
+def read(path, start, end, state):
+    """Copy the columns that are in this file and in this rank's state. Returns their checksum."""
+    own_start = dist.get_rank() * state.shape[1]
     first = max(start, own_start)
-    last = max(first, min(end, own_start + rows.shape[1]))
+    last = max(first, min(end, own_start + state.shape[1]))
     try:
-        saved = np.memmap(path, f"f{rows.itemsize}", "r", shape=(len(rows), end - start))
+        saved = np.memmap(path, f"f{state.itemsize}", "r", shape=(len(state), end - start))
     except (OSError, ValueError):
         return 0  # missing or too short, so that the checksum will be wrong
     part = saved[:, first - start : last - start]
-    rows[:, first - own_start : last - own_start] = torch.tensor(part)
+    state[:, first - own_start : last - own_start] = torch.tensor(part)
     return checksum(part, first)
 
 
-def checksum(rows, start):
-    """Of columns from `start` on: bits times odd numbers, modulo 2^64. Parts' sums are the whole's."""
-    of_row = 2 * np.arange(len(rows)) + 1
-    of_column = 2 * np.arange(start, start + rows.shape[1]) + 1
-    return int(of_row @ (rows.view(f"i{rows.itemsize}") @ of_column))
+def checksum(state, start):
+    """Sum of bits times odd numbers, modulo 2^64; of parts, `start` being their first column, they add up."""
+    of_row = 2 * np.arange(len(state)) + 1
+    of_column = 2 * np.arange(start, start + state.shape[1]) + 1
+    return int(of_row @ (state.view(f"i{state.itemsize}") @ of_column))
 
 
 def sync(path):
@@ -147,29 +148,26 @@ def say(text):
 
 
 class ShardedOptimizer:
-    """All parameters are one flat vector, of which this rank steps 1/N. `rows`: its weights and moments."""
+    """All parameters are one flat vector, of which this rank steps 1/N. `state`: its weights, moments."""
 
     def __init__(self, params, optimizer_class, **options):
         self.params = params
-        flat = parameters_to_vector(params).detach()
-        self.padding = -len(flat) % dist.get_world_size()
-        self.flat_param = F.pad(flat, (0, self.padding))
+        numel = sum(map(torch.numel, params))
+        self.padding = params[0].new_zeros(-numel % dist.get_world_size())
+        self.flat_param = parameters_to_vector([*params, self.padding]).detach()
         vector_to_parameters(self.flat_param, params)  # which are now parts of it
         self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]
-        weights = self.own.to(torch.promote_types(flat.dtype, torch.float32))
-        self.rows = torch.stack([weights, torch.zeros_like(weights), torch.zeros_like(weights)])
-        self.shard = nn.Parameter(self.rows[0])
+        weights = self.own.to(torch.promote_types(self.own.dtype, torch.float32))
+        self.state = torch.stack([weights, torch.zeros_like(weights), torch.zeros_like(weights)])
+        self.shard = nn.Parameter(self.state[0])
         self.optimizer = optimizer_class([self.shard], **options)
-        self.steps = torch.zeros((), device=flat.device)
-        state = {"step": self.steps, "exp_avg": self.rows[1], "exp_avg_sq": self.rows[2]}
+        self.steps = torch.zeros((), device=self.own.device)
+        state = {"step": self.steps, "exp_avg": self.state[1], "exp_avg_sq": self.state[2]}
         self.optimizer.state[self.shard] = state
 
     def step(self, max_norm):
         """Step with gradients clipped to a norm of max_norm at most. Returns the norm of before."""
-        flat_grad = parameters_to_vector([param.grad for param in self.params])
-        for param in self.params:
-            param.grad = None
-        flat_grad = F.pad(flat_grad, (0, self.padding))
+        flat_grad = parameters_to_vector([*(param.grad for param in self.params), self.padding])
         dist.all_reduce(flat_grad)
         norm = flat_grad.norm(dtype=torch.float64)
         own_grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()]
@@ -181,18 +179,21 @@ class ShardedOptimizer:
         return norm
 
     def unshard(self):
-        self.own.copy_(self.rows[0])
+        self.own.copy_(self.state[0])
         all_gather(self.flat_param, self.own)
 
 
 def go_on(config, model, sharded):
-    """Load the newest checkpoint. Returns what saves the next ones."""
-    run = {"format": 1, "rows": ["weights", "exp_avg", "exp_avg_sq"]}
-    run |= {name: getattr(config, name) for name in (*SHAPE, "dtype", "optim", "seed", "batch")}
+    """Load the newest checkpoint. Returns the function that saves."""
+    if min(config.every, config.keep) < 1:
+        refuse(f"--every {config.every}, --keep {config.keep}: must be 1 or more")
+    run = {"format": 1}
+    for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
+        run[name] = getattr(config, name)
     run["shapes"] = {name: list(param.shape) for name, param in model.named_parameters()}
     group = dist.new_group(backend="gloo")  # for the thread that saves
     try:
-        sharded.steps.fill_(load(config.checkpoint, run, group, sharded.rows))
+        sharded.steps.fill_(load(config.checkpoint, run, group, sharded.state))
     except (OSError, ValueError) as problem:
         refuse(f"--checkpoint {config.checkpoint}: {problem}")
     sharded.unshard()
@@ -203,8 +204,6 @@ def train(config):
     """Train with these flags, from the newest checkpoint on."""
     device, text = set_up(config, f" | checkpoint {config.checkpoint} | every {config.every}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if min(config.every, config.keep) < 1:
-        refuse(f"--every {config.every}, --keep {config.keep}: must be 1 or more")
     model = GPT(config).to(device, DTYPES[config.dtype])
     sharded = ShardedOptimizer(list(model.parameters()), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
     thread = ThreadPoolExecutor(1)
@@ -220,12 +219,13 @@ def train(config):
             microloss.backward()
             loss += microloss.detach()
         grad_norm = sharded.step(config.clip or math.inf)
+        model.zero_grad()
         dist.all_reduce(loss)
         if config.checkpoint and step % config.every == 0:
             if not saving.done():
                 say(f"step {step} waits for the save before it; raise --every")
             saving.result()
-            saving = thread.submit(write, step, sharded.rows.to("cpu", copy=True).numpy())
+            saving = thread.submit(write, step, sharded.state.to("cpu", copy=True).numpy())
         if config.no_overlap or step == config.steps:
             saving.result()
         print_step(config, step, loss, grad_norm, started)
