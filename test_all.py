@@ -58,6 +58,9 @@ LESSONS = [
     Lesson("fusion", worlds=(1, 2), bad_flags=("--plain all",)),
     Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload")),
     Lesson("zero_r", bad_flags=("--policy full",)),
+    Lesson(
+        "resume", bad_flags=("--every 0 --checkpoint x", "--keep 0 --checkpoint x", "--checkpoint LICENSE")
+    ),
 ]
 NAMES = [lesson.name for lesson in LESSONS]
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)

@@ -192,6 +192,16 @@ def rejects(check, reason, name, old, new, tmp_path):
         raise AssertionError(f"nothing noticed that {old!r} became {new!r}")
 
 
+def holds(name, *checks):
+    """A test that holds that a lesson passes these checks."""
+
+    @pytest.mark.parametrize("check", checks)
+    def test(check):
+        check(name)
+
+    return test
+
+
 def mutants(rows, name=None):
     """A test that holds that each (lesson, old, new, check, reason) is rejected; name: of all the lesson."""
     rows = [(name, *row) if name else row for row in rows]

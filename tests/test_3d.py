@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from test_all import check_ledger, check_parity
-from tests.harness import TINY, load, mutants, train, world
+from tests.harness import TINY, holds, load, mutants, train, world
 
 MESHES = [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 4), (4, 4, 1), (4, 2, 2), (4, 1, 1)]
 MESHES += [(8, 2, 2), (8, 1, 8), (8, 8, 1), (8, 4, 2), (8, 2, 4), (8, 1, 1)]  # ranks, tp, pp
@@ -80,10 +80,6 @@ def check_overlap(name):
         assert while_computing.count("launch") >= 2 * 8, "gradients wait for the end of backward"
 
 
-def test_gradients_leave_while_layers_below_compute():
-    check_overlap("parallel_3d")
-
-
 def actions(name):
     """On a rank of four stages: its forwards and backwards of six microbatches, in order."""
     lesson, log = load(name), []
@@ -137,6 +133,7 @@ def test_published_runs_have_the_parameters_and_replicas_that_plan_py_says():
         assert plan.row(job, 0, t, p)["data"] == data, f"{hidden}: other replicas"
 
 
+test_gradients_leave_while_layers_below_compute = holds("parallel_3d", check_overlap)
 deep = partial(check_mesh, pp=4)
 sharded = partial(check_mesh, zero=1)
 norm = partial(check_mesh, flags="--accum 2 --steps 1")

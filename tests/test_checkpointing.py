@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from test_all import check_ledger, check_parity
-from tests.harness import TINY, load, mutants, world
+from tests.harness import TINY, holds, load, mutants, world
 from tests.test_zero import make_late
 
 
@@ -177,10 +177,6 @@ def check_beside_torch(name):
         assert ours[3] == theirs[3], f"{policy}: {ours[3]} FLOPs, torch's {theirs[3]}"
 
 
-def test_gradients_and_flops_are_torchs_and_no_more_bytes():
-    check_beside_torch("checkpointing")
-
-
 def check_kept(name):
     """Numbers kept and FLOPs of 3 blocks and the loss, from what each block keeps and recomputes."""
     tokens, width, heads, context, vocab = 6 * 16, 36, 12, 16, 256
@@ -252,10 +248,6 @@ def check_events(name):
             ), f"another order: {events}"
 
 
-def test_checkpoints_are_split_and_come_back_one_ahead():
-    check_events("zero_r")
-
-
 def gradients_in_pairs(name):
     """On a rank: whether a gradient is right in pairs of ranks, when all-gathers come at the last moment."""
     lesson = load(name)
@@ -272,10 +264,6 @@ def gradients_in_pairs(name):
 
 def check_pairs(name):
     assert all(world(4).run(gradients_in_pairs, name)), "another gradient"
-
-
-def test_groups_share_checkpoints_and_every_all_gather_is_waited_for():
-    check_pairs("zero_r")
 
 
 def stream_calls(name):
@@ -304,10 +292,10 @@ def check_streams(name):
     assert calls == expected, f"other calls: {calls}"
 
 
-def test_a_gpu_copies_beside_the_computation_after_what_it_copies_was_computed():
-    check_streams("zero_r")
-
-
+test_gradients_and_flops_are_torchs_and_no_more_bytes = holds("checkpointing", check_beside_torch)
+test_checkpoints_are_split_and_come_back_one_ahead = holds("zero_r", check_events)
+test_groups_share_checkpoints_and_every_all_gather_is_waited_for = holds("zero_r", check_pairs)
+test_a_gpu_copies_beside_the_computation_after_what_it_copies_was_computed = holds("zero_r", check_streams)
 # ---- mutants ----
 
 MUTANTS = {

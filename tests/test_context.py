@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from test_all import check_ledger, check_parity, refused
-from tests.harness import apart, load, mutants, world
+from tests.harness import apart, holds, load, mutants, world
 from tests.test_collectives import late_messages
 
 LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
@@ -125,11 +125,6 @@ def check_overlap(name):
         assert log == expected, f"another order: {log}"
 
 
-@pytest.mark.parametrize("check", [check_rounding, check_balance, check_overlap])
-def test_each_promise_is_kept(check):
-    check("context_parallel")
-
-
 def test_a_ring_on_a_gpu_is_refused():
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         code, lines = refused("context_parallel", "--kind ring")
@@ -137,12 +132,8 @@ def test_a_ring_on_a_gpu_is_refused():
 
 
 check_ulysses = partial(check_attention, size=2, kind="ulysses", order="contiguous", heads=(8, 4, 4))
-
-
-def check_mesh(name):
-    check_parity(name, 4, f"--accum 3 {LONG}", "--cp 2")
-
-
+check_mesh = partial(check_parity, size=4, flags=f"--accum 3 {LONG}", own_flags="--cp 2")
+test_each_promise_is_kept = holds("context_parallel", check_rounding, check_balance, check_overlap)
 MUTANTS = [
     ("out.lerp_(block.to(out.dtype), block_share)", "out.add_(block)", check_attention, "output differs"),
     ("torch.sigmoid(block_lse - lse)", "1 / (1 + lse.exp() / block_lse.exp())", check_rounding, ""),

@@ -1,6 +1,7 @@
 """What is special to ddp.py."""
 
 import copy
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import apart, load, mutants, world
+from tests.harness import apart, holds, load, mutants, world
 from tests.test_zero import Late, Odd, Wide, batches, train_plain
 
 
@@ -54,10 +55,6 @@ def check_odd(name, size=3, late=False, **options):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_any_module_trains_from_rank_0s_weights(size, options):
     check_odd("ddp", size, **options)
-
-
-def check_late(name):
-    check_odd(name, 2, late=True)
 
 
 @pytest.mark.parametrize("flags", ["--no-overlap", "--bucket-cap-mb 0", "--bucket-cap-mb 0.02"])
@@ -191,17 +188,11 @@ def check_misuse_and_norm(name):
     assert said == "all backwards of a step but the last belong in no_sync()"
 
 
-@pytest.mark.parametrize(
-    "check", [check_late, check_gradients, check_order, check_buckets, check_misuse_and_norm]
+check_late = partial(check_odd, size=2, late=True)
+check_bf16 = partial(check_ledger, size=2, flags="--dtype bf16")
+test_each_promise_is_kept = holds(
+    "ddp", check_late, check_gradients, check_order, check_buckets, check_misuse_and_norm
 )
-def test_each_promise_is_kept(check):
-    check("ddp")
-
-
-def check_bf16(name):
-    check_ledger(name, 2, "--dtype bf16")
-
-
 MUTANTS = [
     ("all_reduce(bucket.flat_grad, ", "all_reduce(bucket.flat_grad[:0], ", check_parity, "losses differ"),
     ("squares.sqrt() / self.world_size", "squares.sqrt()", check_parity, "losses differ"),

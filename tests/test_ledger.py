@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import ROOT, TEXT, load, mutants, train, world
+from tests.harness import ROOT, TEXT, holds, load, mutants, train, world
 
 # Sizes that four ranks divide evenly.
 EVEN = f"--layers 3 --heads 4 --width 32 --context 16 --steps 2 --batch 8 --accum 2 --data {TEXT}"
@@ -36,10 +36,6 @@ def check_formulas(name):
         "other lines"
     )
     assert found["reduce-scatter"] == "kwP(N-1)/N", "another formula"
-
-
-def test_formulas_are_read_and_evaluated():
-    check_formulas("tools/ledger")
 
 
 def tiny_run(name):
@@ -78,10 +74,6 @@ def check_watch(name):
     assert held["activations"] == 4000 + 4, "activations are what is alive when a backward begins"
     other = held["all"] - held["parameters"] - held["optimizer"] - held["gradients"]
     assert -4000 - 8000 - 2004 <= other <= 6000, f"{other} other bytes"
-
-
-def test_a_storage_counts_from_birth_to_death_by_what_it_holds():
-    check_watch("tools/watch")
 
 
 def simulated(name, lesson_name, ranks, rank, flags, backend):
@@ -177,6 +169,8 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(flags):
     assert code == 2 and len(lines) == 1 and lines[0].startswith("ledger.py: ")
 
 
+test_formulas_are_read_and_evaluated = holds("tools/ledger", check_formulas)
+test_a_storage_counts_from_birth_to_death_by_what_it_holds = holds("tools/watch", check_watch)
 MUTANTS = [
     ("watch", "passes * (group.size() - 1)", "passes * group.size()", check_watch, "sends (N-1)/N"),
     ("watch", "tensor in given) > 1", "tensor in given) > 0", check_watch, "single numbers"),

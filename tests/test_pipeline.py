@@ -6,6 +6,7 @@ import re
 import types
 import weakref
 from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -129,10 +130,6 @@ def test_stages_have_about_equal_shares():
 def test_every_schedule_comes_to_single_pys_numbers_and_sends_what_it_says(name, schedule, size):
     check_parity(name, size, "--accum 6 --layers 5", f"--schedule {schedule}")
     check_ledger(name, size, f"--accum 6 --layers 5 --schedule {schedule}")
-
-
-def check_zb(name):
-    check_parity(name, 3, "--accum 6 --layers 5", "--schedule zb-h2")
 
 
 class Twice(nn.Module):
@@ -301,6 +298,7 @@ def test_each_promise_is_kept(check, name):
 # ---- mutants ----
 
 
+check_zb = partial(check_parity, size=3, flags="--accum 6 --layers 5", own_flags="--schedule zb-h2")
 MUTANTS = [
     ("pipeline", '"1f1b": n_stages - 1', '"1f1b": n_stages', check_schedules, "1f1b: 2 in flight"),
     ("pipeline", "(n_chunks - 1) * n_stages", "n_chunks - 1", check_schedules, "no rank can go on"),

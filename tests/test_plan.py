@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tests.harness import ROOT, load, mutants
+from tests.harness import ROOT, holds, load, mutants
 
 GPT3 = "--layers 96 --hidden 12288 --heads 96 --vocab 51200 --seq 2048"
 LLAMA = "--layers 32 --hidden 4096 --heads 32 --vocab 128256 --seq 2048"
@@ -263,11 +263,6 @@ CHECKS = [check_experts, check_offload, check_figure_1, check_counts, check_whol
 CHECKS += [check_wire, check_advice, check_lessons]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_each_promise_is_kept(check):
-    check("plan")
-
-
 BAD = {
     "": "--params", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
     "--size toy --layers 0": "--layers", "--size toy --heads 5": "--h",
@@ -308,6 +303,7 @@ def test_the_readme_shows_what_plan_prints():
         assert printed(load("plan"), flags)[0] == lines
 
 
+test_each_promise_is_kept = holds("plan", *CHECKS)
 MUTANTS = [
     ("rest + 2 * block if", "rest + block if", check_offload, "other bytes"),
     ("(2, 2, 12)", "(2, 2, 8)", check_figure_1, "not Figure 1"),

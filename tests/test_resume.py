@@ -1,5 +1,6 @@
 """What is special to resume.py."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,15 +14,15 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
 from test_all import refused
-from tests.harness import ROOT, TINY, apart, load, mutants, train, world
+from tests.harness import ROOT, TINY, apart, holds, load, mutants, train, world
 
 FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
 SIZES = (1, 2, 3, 4, 8)
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
 
 
 def check_kept(folder, *steps):
@@ -29,89 +30,37 @@ def check_kept(folder, *steps):
     assert found == [f"step-{step:08}" for step in steps], f"kept {found}"
 
 
-def save(folder, size, name="resume", flags="", tweak=lambda lesson: None):
-    """Train to step 3 with a checkpoint of each step."""
-    train(name, size, f"{FLAGS} --steps 3 --every 1 --checkpoint {folder} {flags}")
-    check_kept(folder, 2, 3)
+def save(folder, size, name="resume", flags=""):
+    """Train to step 3 with a checkpoint of each step. Returns the weights."""
+    _, weights = train(name, size, f"{FLAGS} --steps 3 --every 1 --checkpoint {folder} {flags}")
+    return weights
 
 
-def check_goes_on(name, folder, size=2, flags=""):
+def check_goes_on(name, folder, size=2):
     """From step 4 on all is as in the run that never stopped."""
-    plain, weights = train("single", 1, f"{FLAGS} --steps 6 {flags}")
-    result, own = train(name, size, f"{FLAGS} --steps 6 --checkpoint {folder} {flags}")
+    plain, weights = train("single", 1, f"{FLAGS} --steps 6")
+    result, own = train(name, size, f"{FLAGS} --steps 6 --checkpoint {folder}")
     assert apart(result["losses"], plain["losses"][3:]) < 1e-12, "losses differ"
     assert apart(result["grad_norms"], plain["grad_norms"][3:]) < 1e-12, "gradient norms differ"
     assert apart(own, weights) < 1e-12, "weights differ"
 
 
-def check_resume(name, saved_on=3, size=2, flags=""):
-    with TemporaryDirectory() as folder:
-        save(folder, saved_on, name, flags)
-        check_goes_on(name, folder, size, flags)
-
-
-@pytest.mark.parametrize("saved_on", SIZES)
-def test_what_n_ranks_saved_goes_on_on_any_number(saved_on, tmp_path):
-    save(tmp_path, saved_on)
-    for size in SIZES:
-        check_goes_on("resume", tmp_path, size)
-
-
-def test_on_as_many_ranks_it_goes_on_to_the_last_bit(tmp_path):
-    whole, weights = train("resume", 3, f"{FLAGS} --steps 6")
-    save(tmp_path, 3, flags="--no-overlap")
-    result, own = train("resume", 3, f"{FLAGS} --steps 6 --checkpoint {tmp_path}")
-    assert result["losses"] == whole["losses"][3:] and apart(own, weights) == 0
-
-
-def tweaked(tweak, name, folder, flags=""):
-    """On a rank: train to step 6 with a lesson of which tweak() has replaced parts. Returns its notes."""
-    lesson = load(name)
-    lesson.print = lambda *_, **__: None
-    notes = tweak(lesson)
-    lesson.train(lesson.parse(f"{FLAGS} --steps 6 --checkpoint {folder} {flags}".split()))
-    return notes
-
-
-def count_reads(lesson):
-    notes = []
-    checksum = lesson.checksum
-    lesson.checksum = lambda part, first: notes.append(part.nbytes) or checksum(part, first)
-    return notes
-
-
-def check_bytes(name, saved_on=3, size=4):
-    numel = sum(map(torch.numel, train("single", 1, FLAGS)[1].values()))
+def check_resume(name, saved_on=3, sizes=(2,)):
     with TemporaryDirectory() as folder:
         save(folder, saved_on, name)
-        on_disk = sum(path.stat().st_size for path in Path(folder).glob("step-00000003/*.bin"))
-        assert 0 <= on_disk - 24 * numel < 24 * saved_on, f"{on_disk} bytes on disk"
-        read = [sum(sizes) for sizes in world(size).run(tweaked, count_reads, name, folder)]
-        assert abs(sum(read) - on_disk) < 24 * 8, f"read {sum(read)} of {on_disk} bytes"
-        assert max(read) <= 24 * -(-numel // size), "a rank read more than its shard"
-
-
-def test_on_disk_are_3_numbers_a_parameter_and_each_is_read_once(tmp_path):
-    check_bytes("resume")
-    _, weights = train("resume", 2, f"{TINY} --dtype bf16 --every 3 --checkpoint {tmp_path}")
-    size = sum(path.stat().st_size for path in tmp_path.glob("*/*.bin"))
-    assert 0 <= size - 12 * sum(map(torch.numel, weights.values())) < 24
-
-
-# ---- killed at any moment ----
+        for size in sizes:
+            check_goes_on(name, folder, size)
 
 
 def newest_of(folder):
-    """The newest step. All that is published must be whole; in it, all numbers are the step."""
+    """The newest step. All that is published must be whole, and its numbers are its step."""
     steps = [0]
     for path in sorted(Path(folder).glob("step-*")):
-        assert (path / "manifest.json").exists(), f"{path.name} has no manifest"
-        manifest = json.loads((path / "manifest.json").read_text())
-        steps.append(manifest["step"])
-        for shard in manifest["shards"]:
-            assert (path / shard["file"]).exists(), f"{path.name} has no {shard['file']}"
-            rows = np.fromfile(path / shard["file"])
-            assert len(rows) == 3000 and (rows == steps[-1]).all(), f"{shard['file']} is half-written"
+        files = {"manifest.json", "rank-0.bin", "rank-1.bin"}
+        assert {file.name for file in path.iterdir()} == files, f"{path.name} is half there"
+        steps.append(json.loads((path / "manifest.json").read_text())["step"])
+        numbers = np.concatenate([np.fromfile(file) for file in path.glob("*.bin")])
+        assert numbers.tolist() == [steps[-1]] * 600, f"{path.name} is half-written"
     return steps[-1]
 
 
@@ -124,17 +73,20 @@ def killed_at_each_line(name, folder):
     def trace(frame, event, argument):
         if frame.f_code.co_filename.endswith(("resume.py", "pathlib.py", "shutil.py")):
             newest.append(newest_of(folder))
-            return trace
+        return trace
 
-    real = Path.rename
-    rename = mock.patch.object(Path, "rename", lambda old, new: events.append(Path(new).name) or real(old, new))
-    name_of = partial("/proc/self/fd/{}".format)
-    fsync = mock.patch.object(os, "fsync", lambda file: events.append(Path(os.readlink(name_of(file))).name))
-    with rename, fsync:
+    def on_disk(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def renamed(old, new, rename=Path.rename):
+        events.append(Path(new).name)
+        return rename(old, new)
+
+    with mock.patch.object(Path, "rename", renamed), mock.patch.object(os, "fsync", on_disk):
         for step in 1, 2, 3, 4:
             time.sleep(0.1 * dist.get_rank())  # rank 1 is late
-            sys.settrace(trace if dist.get_rank() == 0 else None)
-            lesson.save(Path(folder), {}, 2, None, step, np.full((3, 1000), float(step)))
+            sys.settrace(None if dist.get_rank() else trace)
+            lesson.save(Path(folder), {}, 2, None, step, np.full((3, 100), float(step)))
             sys.settrace(None)
             dist.barrier()
             assert newest_of(folder) == step, f"step {step} is not there"
@@ -145,20 +97,15 @@ def killed_at_each_line(name, folder):
 def check_kills(name):
     with TemporaryDirectory() as folder:
         events, others = world(2).run(killed_at_each_line, name, folder)
-        assert others == ["rank-1.bin"] * 4, f"on the disk: {others}"
         published = ["rank-0.bin", "manifest.json", "draft-00000001", "step-00000001", Path(folder).name]
-        assert events == published, f"on the disk: {events}"
+        assert (events, others) == (published, ["rank-1.bin"] * 4), f"on the disk: {events}, {others}"
         check_kept(folder, 3, 4)
-
-
-def test_killed_at_any_line_a_save_leaves_whole_checkpoints_alone():
-    check_kills("resume")
 
 
 def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(tmp_path):
     flags = f"{FLAGS} --steps 40 --every 5 --checkpoint {tmp_path}/c --save {tmp_path}/weights.pt".split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=3"]
-    job = subprocess.Popen([*command, str(ROOT / "resume.py"), *flags], stderr=subprocess.DEVNULL)
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    job = subprocess.Popen([sys.executable, *TORCHRUN, str(ROOT / "resume.py"), *flags], env=environment)
     while not (tmp_path / "c" / "step-00000010").exists():
         assert job.poll() is None, "the job ended too early"
         time.sleep(0.01)
@@ -171,111 +118,121 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(tmp_path):
     assert apart(torch.load(tmp_path / "weights.pt"), weights) < 1e-9
 
 
-# ---- while training goes on ----
-
-
-def late(lesson):
-    """Step 3 is written when step 4 has been, or not before 2 s."""
-    begun = threading.Event()
+def tweaked(tweak, name, flags):
+    """On a rank: train with a lesson of which tweak() has replaced parts. Returns its notes."""
+    lesson = load(name)
     notes = []
-    microbatches, checksum = lesson.microbatches, lesson.checksum
-
-    def begin(config, text, step, *more):
-        if step == 5:
-            begun.set()
-        return microbatches(config, text, step, *more)
-
-    def wait(*args):
-        notes.append(begun.wait(2))
-        return checksum(*args)
-
-    lesson.microbatches, lesson.checksum = begin, wait
+    tweak(lesson, notes.append)
+    with contextlib.suppress(SystemExit):
+        lesson.train(lesson.parse(f"{FLAGS} {flags}".split()))
     return notes
 
 
-def check_overlap(name, flags="", overlaps=True):
+def count_reads(lesson, note):
+    checksum = lesson.checksum
+    lesson.checksum = lambda part, first: note(part.nbytes) or checksum(part, first)
+
+
+def check_bytes(name):
+    """12 a parameter, and of padding; each but of padding is read once, by a rank that needs it."""
     with TemporaryDirectory() as folder:
-        for notes in world(2).run(tweaked, late, name, folder, f"--every 3 --steps 5 {flags}"):
-            assert notes == [overlaps], f"training went on: {notes}"
-        check_goes_on(name, folder)
+        numel = sum(map(torch.numel, save(folder, 3, name, "--dtype bf16").values()))
+        padded = [-(-numel // size) * size for size in (3, 4)]
+        on_disk = sum(path.stat().st_size for path in Path(folder).glob("step-00000003/*.bin"))
+        assert on_disk == 12 * padded[0], f"{on_disk} bytes on disk"
+        read = list(map(sum, world(4).run(tweaked, count_reads, name, f"--checkpoint {folder} --dtype bf16")))
+        assert sum(read) == 12 * min(padded), f"read {sum(read)} of {on_disk} bytes"
+        assert max(read) <= 3 * padded[1], "a rank read more than its shard"
 
 
-def test_training_goes_on_while_a_checkpoint_is_written():
-    check_overlap("resume")
-    check_overlap("resume", "--no-overlap", overlaps=False)
+def late(lesson, note):
+    """Step 3 is written when step 4 is over, or after 1 s."""
+    over = threading.Event()
+    checksum = lesson.checksum
+    lesson.print_step = lambda config, step, *_: over.set() if step == 4 else None
+    lesson.checksum = lambda *args: note(over.wait(1)) or checksum(*args)
 
 
-def bad_disk(lesson, step, rank, act):
-    """When this rank writes its file of this step. Notes what is said."""
-    notes = []
+def check_overlap(name):
+    for flags, overlaps in ("", True), ("--no-overlap", False):
+        with TemporaryDirectory() as folder:
+            flags = f"--every 3 --steps 5 --checkpoint {folder} {flags}"
+            answers = world(2).run(tweaked, late, name, flags)
+            assert answers == [[overlaps]] * 2, f"{flags}: training went on: {answers}"
+            check_goes_on(name, folder)
+
+
+def bad_disk(act, lesson, note):
+    """act() when rank 1 writes step 4. Notes what is said."""
     sync = lesson.sync
-
-    def bad(path):
-        if str(path).endswith(f"draft-{step:08}/rank-{rank}.bin"):
-            act()
-        sync(path)
-
-    lesson.print = lambda text, **_: notes.append(text) if "--checkpoint" in text else None
-    lesson.sync = bad
-    return notes
+    lesson.print = lambda text, **_: note(text) if "--checkpoint:" in text else None
+    lesson.sync = lambda path: act() if "4/rank-1" in str(path) else sync(path)
 
 
-def full():
-    raise OSError(28, "No space left on device")
+def check_disk(name):
+    """One that fails, and one that is slow."""
+    for act, said in (
+        (partial(os.stat, "/no"), "step 4 is not saved: [Errno 2] No such file or directory: '/no'"),
+        (partial(time.sleep, 1), "step 5 waits for the save before it; raise --every"),
+    ):
+        with TemporaryDirectory() as folder:
+            save(folder, 2, name)
+            flags = f"--every 1 --steps 6 --checkpoint {folder}"
+            answers = world(2).run(tweaked, partial(bad_disk, act), name, flags)
+            assert answers == [[f"resume.py: --checkpoint: {said}"], []], f"said {answers}"
+            check_kept(folder, 5, 6)
 
 
-def check_disk(name, act, said):
-    with TemporaryDirectory() as folder:
-        save(folder, 2, name)
-        tweak = partial(bad_disk, step=4, rank=1, act=act)
-        one, other = world(2).run(tweaked, tweak, name, folder, "--every 1")
-        assert other == [] and len(one) == 1 and said in one[0], f"said {one} and {other}"
-        check_kept(folder, 5, 6)
-
-
-def test_a_bad_disk_costs_a_line_and_no_checkpoint():
-    check_disk("resume", full, "step 4 is not saved: [Errno 28] No space left on device")
-    check_disk("resume", partial(time.sleep, 1), "step 5 waits for the save before it")
-
-
-# ---- refusals ----
-
-
-def check_refusal(name, path, change, flags="", said=""):
-    """After change(bytes) of a file of the newest checkpoint."""
-    with TemporaryDirectory() as folder:
-        save(folder, 2, name)
-        file = Path(folder) / "step-00000003" / path
-        file.write_bytes(change(file.read_bytes()))
-        flags = f"{FLAGS} --checkpoint {folder} --steps 6 {flags}"
-        (code, lines), other = world(2).run(refused, name, flags)
-        assert (code, len(lines)) == (2, 1) and other == (2, []), f"{code}, {lines}, {other}"
-        assert "--checkpoint" in lines[0] and said in lines[0], f"says {lines[0]}"
-
-
-def flip(data, at=-9):
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-def swap(data):
-    return data[-24:-16] + data[8:-24] + data[-16:] + data[:8] if False else data[8:16] + data[:8] + data[16:]
-
-
+SAME = {"--width 24": "width 36", "--heads 6": "heads 12", "--optim sgd": "optim adamw"}
+SAME |= {"--dtype fp32": "dtype fp64", "--batch 12": "batch 24", "--seed 7": "seed 0"}
 REFUSED = [
-    ("rank-1.bin", flip, "", "rank-1.bin is missing or damaged"),
-    ("rank-0.bin", partial(flip, at=3), "", "rank-0.bin is missing or damaged"),
-    ("rank-1.bin", swap, "", "rank-1.bin is missing or damaged"),
-    ("rank-0.bin", lambda data: data[:-8], "", "rank-0.bin is missing or damaged"),
+    ("rank-1.bin", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "", "rank-1.bin is missing or damaged"),
+    ("rank-1.bin", lambda data: data[8:16] + data[:8] + data[16:], "", "rank-1.bin is missing or damaged"),
+    ("rank-1.bin", lambda data: data[len(data) // 3 :] + data[: len(data) // 3], "", "damaged"),
+    ("rank-1.bin", lambda data: data[:-8], "", "rank-1.bin is missing or damaged"),
     ("manifest.json", lambda data: data.replace(b'"format": 1', b'"format": 0'), "", "format 0, not 1"),
-    ("manifest.json", bytes, "--width 24", "width 36, not 24"),
-    ("manifest.json", bytes, "--heads 6", "heads 12, not 6"),
-    ("manifest.json", bytes, "--optim sgd", "optim adamw, not sgd"),
-    ("manifest.json", bytes, "--dtype fp32", "dtype fp64, not fp32"),
-    ("manifest.json", bytes, "--seed 7", "seed 0, not 7"),
-    ("manifest.json", bytes, "--batch 12", "batch 24, not 12"),
+    *(("manifest.json", bytes, flags, f"{said}, not {flags.split()[1]}") for flags, said in SAME.items()),
 ]
 
 
-@pytest.mark.parametrize("path, change, flags, said", REFUSED)
-def test_another_checkpoint_is_refused_in_a_line(path, change, flags, said):
-    check_refusal("resume", path, change, flags, said)
+def check_refused(name):
+    """In one line: a changed file of the newest checkpoint, and other flags."""
+    with TemporaryDirectory() as folder:
+        save(folder, 2, name)
+        for file, change, flags, said in REFUSED:
+            path = Path(folder) / "step-00000003" / file
+            data = path.read_bytes()
+            path.write_bytes(change(data))
+            answers = world(2).run(refused, name, f"{FLAGS} --checkpoint {folder} {flags}")
+            path.write_bytes(data)
+            (code, lines), other = answers
+            assert (code, len(lines), other) == (2, 1, (2, [])), f"not refused: {said}: {answers}"
+            assert lines[0].startswith("resume.py: --checkpoint") and said in lines[0], lines[0]
+
+
+ON_ANY_NUMBER = [partial(check_resume, saved_on=size, sizes=SIZES) for size in SIZES]
+test_each_promise_is_kept = holds(
+    "resume", *ON_ANY_NUMBER, check_kills, check_bytes, check_overlap, check_disk, check_refused
+)
+MUTANTS = [
+    ("        sync(path)\n    except", "        pass\n    except", check_kills, "on the disk"),
+    ("        sync(path)\n        sync(draft)", "        sync(draft)", check_kills, "on the disk"),
+    ("        sync(path)\n        sync(draft)", "        sync(path)", check_kills, "on the disk"),
+    ("        sync(folder)\n", "", check_kills, "on the disk"),
+    ("    os.fsync(descriptor)\n", "", check_kills, "on the disk"),
+    ('draft = folder / f"draft-{step:08}"', 'draft = folder / f"step-{step:08}"', check_kills, "half"),
+    ("dist.all_gather_object(shards, shard, group=group)", "shards = [shard] * 2", check_kills, "half"),
+    ("shutil.rmtree(old.rename(draft))", "shutil.rmtree(old)", check_kills, "half"),
+    ("[:-keep]", "[:-1]", check_kills, "kept"),
+    ("shutil.rmtree(draft, ignore_errors=True)", "pass", check_disk, "kept"),
+    ("min(end, own_start", "min(end - 1, own_start", check_bytes, "of"),
+    ("max(start, own_start)", "max(start + 1, own_start)", check_bytes, "of"),
+    ("default_rng((config.seed, step))", "default_rng((config.seed, replicas))", check_resume, "losses"),
+    ('"step": self.steps,', '"step": self.steps.clone(),', check_resume, "losses differ"),
+    ('.to("cpu", copy=True)', '.to("cpu")', check_overlap, "losses differ"),
+    ("config.no_overlap or ", "", check_overlap, "--no-overlap: training went on"),
+    ("if total !=", "if False and total !=", check_refused, "not refused: rank-1.bin"),
+    ("of_row @ (", "sum(", check_refused, "not refused: damaged"),
+    ("of_column = 2 *", "of_column = 0 *", check_refused, "not refused: rank-1"),
+]  # fmt: skip
+test_a_mutant_is_rejected = mutants(MUTANTS, "resume")

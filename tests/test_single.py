@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from test_all import check_parity
-from tests.harness import apart, load, mutants, train, world
+from tests.harness import apart, holds, load, mutants, train, world
 
 
 def configured(lesson, flags):
@@ -52,10 +52,6 @@ def check_batches(name):
     assert not torch.equal(other, whole), "another seed draws the same"
 
 
-def test_every_world_draws_the_same_global_batch():
-    check_batches("single")
-
-
 def test_a_folder_is_read_as_one_text(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "two").write_bytes(b"world" * 20)
@@ -86,10 +82,6 @@ def check_norm(name):
     norm, clipped = world(1).run(norms, name)[0]
     assert abs(norm) < 1e-6, f"the norm is off by {norm:.1e}"
     assert abs(clipped) < 1e-6, f"what is clipped is off by {clipped:.1e}"
-
-
-def test_the_norm_of_10_million_elements_is_exact():
-    check_norm("single")
 
 
 def masters(name):
@@ -123,6 +115,8 @@ def test_the_loss_starts_at_chance_and_falls():
     assert result["losses"][-1] < 4
 
 
+test_every_world_draws_the_same_global_batch = holds("single", check_batches)
+test_the_norm_of_10_million_elements_is_exact = holds("single", check_norm)
 MUTANTS = [
     ("single", "(config.seed, step)", "(config.seed, 0)", check_batches, "steps draw the same"),
     ("single", "(config.seed, step)", "(0, step)", check_batches, "another seed"),

@@ -171,14 +171,10 @@ def check_net(name, size=3, late=False):
     assert all(other == (error, weight) for other in others), "ranks differ in what all of them have"
 
 
-def check_late(name, size=2):
-    check_net(name, size, late=True)
-
-
 @both_worlds
 def test_any_module_trains_from_rank_0s_weights(name, size):
     check_net(name, size)
-    check_late(name, size)
+    check_net(name, size, late=True)
 
 
 def against_torch(name):
@@ -315,6 +311,7 @@ def test_a_layer_keeps_and_sends_what_the_papers_say(name, ranks):
 # ---- mutants ----
 
 
+check_late = partial(check_net, size=2, late=True)
 MUTANTS = [
     ("F.linear(x, linear.weight)", "F.linear(x, linear.weight, linear.bias)", check_layers, "row"),
     ("of_target * inside", "of_target", check_layers, "loss"),

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import TINY, apart, load, mutants, train, world
+from tests.harness import TINY, apart, holds, load, mutants, train, world
 
 
 class Odd(nn.Module):
@@ -296,18 +296,11 @@ def check_learning(name):
     assert max(losses["asp"], losses["ssp"]) < losses["bsp"] + 0.1, f"stale updates learn less: {losses}"
 
 
-PROMISES = {
-    "dp_threads": [check_odd, check_meeting, check_failing, check_lifetimes, check_bytes],
-    "dp_async": [check_no_push_lost, check_bound, check_straggler, check_losing, check_broken],
-}
-PROMISES["dp_async"] += [check_slow, check_learning, check_bytes]
-
-
-@pytest.mark.parametrize("name, check", [(name, check) for name in PROMISES for check in PROMISES[name]])
-def test_each_promise_is_kept(name, check):
-    check(name)
-
-
+test_dp_threads_keeps_its_promises = holds(
+    "dp_threads", check_odd, check_meeting, check_failing, check_lifetimes, check_bytes
+)
+CHECKS = [check_no_push_lost, check_bound, check_straggler, check_losing, check_broken]
+test_dp_async_keeps_its_promises = holds("dp_async", *CHECKS, check_slow, check_learning, check_bytes)
 THREADS_MUTANTS = [
     ("leaf = leaf.to(device, copy=True)", "pass", check_bytes, "another thread is read"),
     ("[None, *devices[1:]]", "devices", check_ledger, "parameters: +"),

@@ -1,6 +1,7 @@
 """What zero1.py, zero2.py and zero3.py have on the network and in memory, and when."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -132,13 +133,7 @@ def test_beside_rank_0_zero3_holds_one_unit_while_it_gathers_a_state_dict():
     assert world(2).run(gather_state, "zero3")[1] == 1
 
 
-# ---- mutants ----
-
-
-def check_bf16(name):
-    check_ledger(name, 2, "--dtype bf16")
-
-
+check_bf16 = partial(check_ledger, size=2, flags="--dtype bf16")
 MUTANTS = [
     ("zero1", "self.all_gather_work.wait()", "pass", check_late, "weights differ"),
     ("zero1", "self.reduce_work.wait()", "pass", check_late, "weights differ"),
