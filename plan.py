@@ -286,7 +286,7 @@ def show(jobs, tables, advice):
     batch = f"{job.micro_batch * job.accum * job.gpus} = {job.micro_batch} x {job.accum} x {job.gpus} GPUs"
     gpus = f"{job.gpus} GPU{'s'[: job.gpus - 1]} of {giga(job.gpu_gb * 1e9)} GB"
     model = f"{giga(job.params)} G parameters | {job.precision}: {sizes} bytes each"
-    print(f"plan | {model} | {gpus} | batch {batch}")
+    print(f"plan | {model} | {gpus} | batch {batch} | checkpoint {giga(12 * job.params)} GB")
     for job, rows in zip(jobs, tables):
         how = f", recompute {job.recompute}" if job.shape else ""
         for name, *line in [f"GB{how}", *TITLES], *map(cells, rows):

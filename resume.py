@@ -120,11 +120,11 @@ def read(path, start, end, state):
     first = max(start, own_start)
     last = max(first, min(end, own_start + state.shape[1]))
     try:
-        saved = np.memmap(path, f"f{state.itemsize}", "r", shape=(len(state), end - start))
+        saved = np.memmap(path, f"f{state.itemsize}", "c", shape=(len(state), end - start))
     except (OSError, ValueError):
         return 0  # missing or too short, so that the checksum will be wrong
     part = saved[:, first - start : last - start]
-    state[:, first - own_start : last - own_start] = torch.tensor(part)
+    state[:, first - own_start : last - own_start] = torch.from_numpy(part)
     return checksum(part, first)
 
 
@@ -132,7 +132,7 @@ def checksum(state, start):
     """Sum of bits times odd numbers, modulo 2^64; of parts, `start` being their first column, they add up."""
     of_row = 2 * np.arange(len(state)) + 1
     of_column = 2 * np.arange(start, start + state.shape[1]) + 1
-    return int(of_row @ (state.view(f"i{state.itemsize}") @ of_column))
+    return int(np.einsum("i,ij,j->", of_row, state.view(f"i{state.itemsize}"), of_column))
 
 
 def sync(path):
@@ -170,8 +170,7 @@ class ShardedOptimizer:
         flat_grad = parameters_to_vector([*(param.grad for param in self.params), self.padding])
         dist.all_reduce(flat_grad)
         norm = flat_grad.norm(dtype=torch.float64)
-        own_grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()]
-        self.shard.grad = own_grad.to(self.shard.dtype)
+        self.shard.grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()].to(self.shard.dtype)
         self.shard.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -185,7 +184,7 @@ class ShardedOptimizer:
 
 def go_on(config, model, sharded):
     """Load the newest checkpoint. Returns the function that saves."""
-    if min(config.every, config.keep) < 1:
+    if config.every < 1 or config.keep < 1:
         refuse(f"--every {config.every}, --keep {config.keep}: must be 1 or more")
     run = {"format": 1}
     for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
@@ -203,7 +202,8 @@ def go_on(config, model, sharded):
 def train(config):
     """Train with these flags, from the newest checkpoint on."""
     device, text = set_up(config, f" | checkpoint {config.checkpoint} | every {config.every}")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
     sharded = ShardedOptimizer(list(model.parameters()), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
     thread = ThreadPoolExecutor(1)

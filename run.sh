@@ -11,7 +11,7 @@ cd "$(dirname "$0")"
 
 # In reading order, after single.py.
 LESSONS=(collectives dp_threads dp_async ddp zero1 zero2 zero3 offload tensor_parallel sequence_parallel context_parallel
-    expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion)
+    expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion resume)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
@@ -71,6 +71,13 @@ for lesson in "${@%.py}"; do
         run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py"
         ;;
     dp_async) run "$lesson" "$python" tools/ledger.py dp_async.py --workers "$ranks" ;;
+    resume) # which stops after 5 steps and goes on with half the ranks
+        saves=(--checkpoint runs/checkpoints --every 5)
+        say "resume, 5 steps: resume.py ${flags[*]} ${saves[*]} --steps 5"
+        "$python" -m torch.distributed.run --nproc_per_node="$ranks" resume.py "${flags[@]}" "${saves[@]}" --steps 5
+        run "$lesson" "$python" -m torch.distributed.run --nproc_per_node=$((ranks % 2 ? 1 : ranks / 2)) \
+            tools/ledger.py resume.py "${saves[@]}"
+        ;;
     *) run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py" ;;
     esac
 done

@@ -180,7 +180,7 @@ def slack(name, weights, size):
 
 def check_ledger(name, size=4, flags="--accum 3"):
     """Bytes held and sent are the formulas of the docstring."""
-    result, weights = train(name, size, f"{TINY} --batch 36 {flags}", watched=True)
+    result, weights = train(name, size, f"{TINY} --steps 2 --batch 36 {flags}", watched=True)
     slack_of, otherwise = slack(Path(name).stem, weights, size)
     width = 8 if "fp64" in flags else 4
     for part, row in result["held"].items():

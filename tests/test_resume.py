@@ -232,7 +232,7 @@ MUTANTS = [
     ('.to("cpu", copy=True)', '.to("cpu")', check_overlap, "losses differ"),
     ("config.no_overlap or ", "", check_overlap, "--no-overlap: training went on"),
     ("if total !=", "if False and total !=", check_refused, "not refused: rank-1.bin"),
-    ("of_row @ (", "sum(", check_refused, "not refused: damaged"),
+    ("2 * np.arange(len(state)) + 1", "np.ones(len(state), int)", check_refused, "not refused: damaged"),
     ("of_column = 2 *", "of_column = 0 *", check_refused, "not refused: rank-1"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "resume")

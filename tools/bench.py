@@ -48,7 +48,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # DeepSpeed has another balance loss
 WHOLE_BATCH = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
 WHOLE_BATCH += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")  # for all ranks the same batch
-LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", "offload", "fusion", *WHOLE_BATCH)
+LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", "offload", "fusion", "resume", *WHOLE_BATCH)
 # After 3 steps of up to 1e-3: AdamW turns rounding noise in a gradient that is zero (a key bias's) into one.
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}
 

@@ -107,26 +107,29 @@ def run(lesson, config, trace=None):
     watch = Watch()
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     microbatches, print_step = lesson.microbatches, lesson.print_step
+    begun = set()  # steps, of which the first may be any, in resume.py
     keep_trace = torch.profiler.tensorboard_trace_handler(trace or ".", f"rank{os.environ.get('RANK', 0)}")
     profiler = torch.profiler.profile(on_trace_ready=keep_trace)
 
     def begin(config, text, step, *more):
         with watch.lock:
-            if step == min(2, config.steps) and not watch.events:
+            begun.add(step)
+            if len(begun) == min(2, config.steps) and not watch.events:
                 watch.start()
-            elif step == 3:  # a thread is ahead of end()
+            elif len(begun) == 3:  # a thread is ahead of end()
                 watch.stop()
-        if step == 3 and trace:
+        if len(begun) == 3 and trace:
             profiler.start()
         config.shares = more[2] if more[1:] else getattr(config, "replicas", 1)
         return microbatches(config, text, step, *more)
 
     def end(config, step, loss, grad_norm, started):
-        if step == min(2, config.steps):
+        ended = len(history["losses"]) + 1
+        if ended == min(2, config.steps):
             watch.stop()
             if _get_current_dispatch_mode() is watch:  # else the lesson has one of its own
                 _pop_mode()
-        if step == 3 and trace:
+        if ended == 3 and trace:
             profiler.stop()
         print_step(config, step, loss, grad_norm, started)
         history["losses"].append(loss.item())

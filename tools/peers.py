@@ -270,7 +270,7 @@ def peers_of(name):
         peers["torch DDP, defaults"] = partial(ddp, {})
         peers["torch DDP, buckets of P/5"] = partial(ddp, {"fifths": True})
         peers["torch DDP, buckets of P/5, views"] = partial(ddp, views)
-    if name == "zero1":
+    if name in ("zero1", "resume"):
         peers["DDP + ZeroRedundancyOptimizer"] = partial(ddp_with_zero, {})
         peers["DDP + ZeroRedundancyOptimizer, P/5, views"] = partial(ddp_with_zero, views)
     if name == "zero3":
