@@ -107,12 +107,12 @@ def newest(folder):
 
 def kill(job, how, folder, dice):
     """Kill a rank or all, at a random moment or during a save. Returns whether a save was under way."""
+    job.notes.poll(60)  # for the first step
     if how.endswith("save"):
         while not any(Path(folder).glob("draft-*")) and job.ranks[0].is_alive():
             pass
         time.sleep(dice.uniform(0, 0.004))
     else:
-        job.notes.poll(60)  # for the first step
         time.sleep(dice.uniform(0, 0.4))
     half = any(Path(folder).glob("draft-*"))
     for rank in job.ranks if how.startswith("job") else [dice.choice(job.ranks)]:
