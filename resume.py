@@ -1,25 +1,25 @@
-"""Resume: checkpoints that N ranks save while training goes on, each its shard, and that M ranks load.
+"""Resume: sharded checkpoints, which N ranks save while training goes on and M ranks load.
 
 Idea
     Each rank writes its 1/N of masters and moments to a file of its own; when all have confirmed, rank 0
     publishes them with a manifest that says what is where. Until then they do not count, so a run may be
-    killed at any moment. Each of M ranks reads the columns that it needs, whoever wrote them (ByteCheckpoint,
+    killed at any moment. Each of M ranks reads what its new part needs, whoever wrote it (ByteCheckpoint,
     arXiv 2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
 
-Memory (bytes; P parameters, N ranks; w a weight: fp32 4, bf16 2, fp64 8; m fp32 4, fp64 8; c bf16 4, else 0)
+Memory (bytes; P parameters, N ranks; w a weight: fp32 4, bf16 2, fp64 8; m 4, in fp64 8; c bf16 4, else 0)
     parameters    wP          all weights
-    gradients     2wP+cP/N    each parameter's; all in one tensor; in bf16 the shard's in fp32
-    optimizer     3mP/N       the shard's masters and two moments; a save copies them on the host; on disk 3mP
+    gradients     2wP+cP/N    each parameter's; a copy in one tensor; in bf16 the shard's in fp32
+    optimizer     3mP/N       the shard's masters and two moments; as much on the host in a save; on disk 3mP
 
 Communication
-      train | step 9 | step 10 | copy | step 11 | step 12 |         | step 13
-    network |        |         |      |         |         | confirm |
+      train | step 9 | step 10 | copy | step 11 | step 12 | step 13
+    network |        |         |      |         |         | confirm
        disk |        |         |      | rank-0.bin, fsync |         | rename
 
 Costs (bytes that a rank of a ring sends in a step; a save sends a few numbers)
     all-reduce    2wP(N-1)/N
     all-gather    wP(N-1)/N
-    If a save costs d seconds and failures come every F, save every sqrt(2dF) seconds (Young, 1974).
+    If training waits d seconds for a save and fails every F, save every sqrt(2dF) seconds (Young, 1974).
 
 Run
     torchrun --nproc_per_node=4 resume.py --checkpoint runs/c --every 5    (then on 2, with --steps 40)
@@ -27,7 +27,7 @@ Run
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint runs/xl
 
 Left out
-    ZeRO-1's reduce-scatter and overlap, folders that hosts do not share, another batch or optimizer.
+    ZeRO-1's reduce-scatter, folders that hosts do not share, two jobs in one, another batch or --data.
 """
 
 import argparse
@@ -53,7 +53,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def save(folder, run, keep, group, step, state):
-    """Save a matrix of which each rank has 1/N of the columns, `state`. All ranks must call it."""
+    """Save a matrix; `state` is this rank's 1/N of its columns. All ranks must call it."""
     start = dist.get_rank() * state.shape[1]  # the first column of this rank
     draft = folder / f"draft-{step:08}"
     path = draft / f"rank-{dist.get_rank()}.bin"
@@ -72,7 +72,7 @@ def save(folder, run, keep, group, step, state):
 
 
 def publish(draft, manifest, keep):
-    """Give the folder its name, if all ranks have written their files: it appears whole or not at all."""
+    """If all ranks have written their files, rename the draft: step-* appears whole or not at all."""
     folder = draft.parent
     try:
         for shard in manifest["shards"]:
@@ -85,9 +85,9 @@ def publish(draft, manifest, keep):
         draft.rename(folder / f"step-{manifest['step']:08}")
         sync(folder)
         for old in sorted(folder.glob("step-*"))[:-keep]:
-            shutil.rmtree(old.rename(draft))  # a run that is killed here leaves no half of a step-*
+            shutil.rmtree(old.rename(draft))  # killed here: half a draft, never half a step-*
     except OSError as problem:
-        say(f"step {manifest['step']} is not saved: {problem}")
+        say(f"saving step {manifest['step']}: {problem}")
         shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -108,9 +108,9 @@ def load(folder, run, group, state):
     for shard in manifest["shards"]:
         path = newest[0] / shard["file"]
         total = torch.tensor(read(path, *shard["range"], state))
-        dist.all_reduce(total, group=group)  # all ranks together have read it once, but for padding: zeros
+        dist.all_reduce(total, group=group)  # over all ranks: each column once, but for padding, zeros
         if total != shard["checksum"]:
-            raise ValueError(f"{path} is missing or damaged; remove {path.parent}")
+            raise ValueError(f"{path} is missing or damaged; remove {path.parent} to use an older one")
     return manifest["step"]
 
 
@@ -129,7 +129,7 @@ def read(path, start, end, state):
 
 
 def checksum(state, start):
-    """Sum of bits times odd numbers, modulo 2^64; of parts, `start` being their first column, they add up."""
+    """Sum of bits times odd numbers, mod 2^64. Those of parts add up; `start`: a part's first column."""
     of_row = 2 * np.arange(len(state)) + 1
     of_column = 2 * np.arange(start, start + state.shape[1]) + 1
     return int(np.einsum("i,ij,j->", of_row, state.view(f"i{state.itemsize}"), of_column))
@@ -148,7 +148,7 @@ def say(text):
 
 
 class ShardedOptimizer:
-    """All parameters are one flat vector, of which this rank steps 1/N. `state`: its weights, moments."""
+    """All parameters are one flat vector, of which this rank steps 1/N. `state`: its masters, moments."""
 
     def __init__(self, params, optimizer_class, **options):
         self.params = params
@@ -166,7 +166,7 @@ class ShardedOptimizer:
         self.optimizer.state[self.shard] = state
 
     def step(self, max_norm):
-        """Step with gradients clipped to a norm of max_norm at most. Returns the norm of before."""
+        """Clip the gradients' norm to max_norm, then step. Returns the norm before clipping."""
         flat_grad = parameters_to_vector([*(param.grad for param in self.params), self.padding])
         dist.all_reduce(flat_grad)
         norm = flat_grad.norm(dtype=torch.float64)

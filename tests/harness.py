@@ -192,11 +192,12 @@ def rejects(check, reason, name, old, new, tmp_path):
         raise AssertionError(f"nothing noticed that {old!r} became {new!r}")
 
 
-def holds(name, *checks):
-    """A test that holds that a lesson passes these checks."""
+def holds(names, *checks):
+    """A test that holds that a lesson, or several, pass these checks."""
 
+    @pytest.mark.parametrize("name", [names] if isinstance(names, str) else names)
     @pytest.mark.parametrize("check", checks)
-    def test(check):
+    def test(check, name):
         check(name)
 
     return test

@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import apart, load, mutants, world
+from tests.harness import apart, holds, load, mutants, world
 from tests.test_zero import Late
 
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}
@@ -289,12 +289,7 @@ def check_held(name):
             assert left == 5, f"{left} messages kept at once, not 5"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("check", [check_schedules, check_bubbles, check_layers, check_held])
-def test_each_promise_is_kept(check, name):
-    check(name)
-
-
+test_each_promise_is_kept = holds(SCHEDULES, check_schedules, check_bubbles, check_layers, check_held)
 # ---- mutants ----
 
 

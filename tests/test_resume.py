@@ -52,6 +52,15 @@ def check_resume(name, saved_on=3, sizes=(2,)):
             check_goes_on(name, folder, size)
 
 
+def check_bits(name):
+    """In bf16, of which the weights are not all that is saved, on as many ranks: the same bits."""
+    whole, weights = train(name, 3, f"{FLAGS} --steps 6 --dtype bf16")
+    with TemporaryDirectory() as folder:
+        save(folder, 3, name, "--dtype bf16")
+        result, own = train(name, 3, f"{FLAGS} --steps 6 --dtype bf16 --checkpoint {folder}")
+    assert result["losses"] == whole["losses"][3:] and apart(own, weights) == 0, "other bits"
+
+
 def newest_of(folder):
     """The newest step. All that is published must be whole, and its numbers are its step."""
     steps = [0]
@@ -75,6 +84,10 @@ def killed_at_each_line(name, folder):
             newest.append(newest_of(folder))
         return trace
 
+    def confirmed(*args, gather=dist.all_gather_object, **kwargs):
+        events.append("confirm")
+        gather(*args, **kwargs)
+
     def on_disk(descriptor):
         events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
@@ -82,37 +95,41 @@ def killed_at_each_line(name, folder):
         events.append(Path(new).name)
         return rename(old, new)
 
-    with mock.patch.object(Path, "rename", renamed), mock.patch.object(os, "fsync", on_disk):
+    confirm = mock.patch.object(dist, "all_gather_object", confirmed)
+    with confirm, mock.patch.object(Path, "rename", renamed), mock.patch.object(os, "fsync", on_disk):
         for step in 1, 2, 3, 4:
-            time.sleep(0.1 * dist.get_rank())  # rank 1 is late
+            time.sleep(0.5 * dist.get_rank() * (step == 1))  # rank 1 is late
             sys.settrace(None if dist.get_rank() else trace)
             lesson.save(Path(folder), {}, 2, None, step, np.full((3, 100), float(step)))
             sys.settrace(None)
             dist.barrier()
             assert newest_of(folder) == step, f"step {step} is not there"
     assert newest == sorted(newest), "the newest was lost"
-    return events[:5]
+    return events[:6]
 
 
 def check_kills(name):
     with TemporaryDirectory() as folder:
         events, others = world(2).run(killed_at_each_line, name, folder)
-        published = ["rank-0.bin", "manifest.json", "draft-00000001", "step-00000001", Path(folder).name]
-        assert (events, others) == (published, ["rank-1.bin"] * 4), f"on the disk: {events}, {others}"
+        assert others == ["rank-1.bin", "confirm"] * 3, f"on the disk: {others}"
+        published = ["manifest.json", "draft-00000001", "step-00000001", Path(folder).name]
+        assert events == ["rank-0.bin", "confirm", *published], f"on the disk: {events}"
         check_kept(folder, 3, 4)
 
 
 def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(tmp_path):
     flags = f"{FLAGS} --steps 40 --every 5 --checkpoint {tmp_path}/c --save {tmp_path}/weights.pt".split()
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    job = subprocess.Popen([sys.executable, *TORCHRUN, str(ROOT / "resume.py"), *flags], env=environment)
+    command = [sys.executable, *TORCHRUN, str(ROOT / "resume.py"), *flags]
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "c" / "step-00000010").exists():
         assert job.poll() is None, "the job ended too early"
         time.sleep(0.01)
     (tmp_path / "c" / "draft-00000999").mkdir()  # as if it were killed during a save
     children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    assert job.wait(timeout=60) == 0
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and output.count("step  1/40") == 1 and output.count("step 40/40") == 1
     check_kept(tmp_path / "c", 35, 40)
     _, weights = train("single", 1, f"{FLAGS} --steps 40")
     assert apart(torch.load(tmp_path / "weights.pt"), weights) < 1e-9
@@ -171,22 +188,23 @@ def bad_disk(act, lesson, note):
 
 def check_disk(name):
     """One that fails, and one that is slow."""
-    for act, said in (
-        (partial(os.stat, "/no"), "step 4 is not saved: [Errno 2] No such file or directory: '/no'"),
-        (partial(time.sleep, 1), "step 5 waits for the save before it; raise --every"),
+    for act, said, oldest in (
+        (partial(os.stat, "/no"), "saving step 4: [Errno 2] No such file or directory: '/no'", 3),
+        (partial(time.sleep, 1), "step 5 waits for the save before it; raise --every", 4),
     ):
         with TemporaryDirectory() as folder:
             save(folder, 2, name)
-            flags = f"--every 1 --steps 6 --checkpoint {folder}"
-            answers = world(2).run(tweaked, partial(bad_disk, act), name, flags)
-            assert answers == [[f"resume.py: --checkpoint: {said}"], []], f"said {answers}"
-            check_kept(folder, 5, 6)
+            flags = f"--every 1 --keep 3 --steps 6 --checkpoint {folder}"
+            one, other = world(2).run(tweaked, partial(bad_disk, act), name, flags)
+            assert one.count(f"resume.py: --checkpoint: {said}") == 1 and not other, f"{one}, {other}"
+            check_kept(folder, oldest, 5, 6)
 
 
 SAME = {"--width 24": "width 36", "--heads 6": "heads 12", "--optim sgd": "optim adamw"}
 SAME |= {"--dtype fp32": "dtype fp64", "--batch 12": "batch 24", "--seed 7": "seed 0"}
+SAME |= {"--layers 4": "layers 3", "--context 8": "context 16", "--vocab 300": "vocab 256"}
 REFUSED = [
-    ("rank-1.bin", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "", "rank-1.bin is missing or damaged"),
+    ("rank-1.bin", lambda data: data[:-1] + bytes([data[-1] ^ 128]), "", "rank-1.bin is missing or damaged"),
     ("rank-1.bin", lambda data: data[8:16] + data[:8] + data[16:], "", "rank-1.bin is missing or damaged"),
     ("rank-1.bin", lambda data: data[len(data) // 3 :] + data[: len(data) // 3], "", "damaged"),
     ("rank-1.bin", lambda data: data[:-8], "", "rank-1.bin is missing or damaged"),
@@ -211,7 +229,7 @@ def check_refused(name):
 
 
 CHECKS = [partial(check_resume, saved_on=size, sizes=SIZES) for size in SIZES]
-CHECKS += [check_kills, check_bytes, check_overlap, check_disk, check_refused]
+CHECKS += [check_bits, check_kills, check_bytes, check_overlap, check_disk, check_refused]
 test_each_promise_is_kept = holds("resume", *CHECKS)
 MUTANTS = [
     ("        sync(path)\n    except", "        pass\n    except", check_kills, "on the disk"),
@@ -223,6 +241,8 @@ MUTANTS = [
     ("dist.all_gather_object(shards, shard, group=group)", "shards = [shard] * 2", check_kills, "half"),
     ("shutil.rmtree(old.rename(draft))", "shutil.rmtree(old)", check_kills, "half"),
     ("[:-keep]", "[:-1]", check_kills, "kept"),
+    ("run, config.keep, group)", "run, 2, group)", check_disk, "kept"),
+    ("sharded.state.to(", "sharded.state.bfloat16().float().to(", check_bits, "other bits"),
     ("shutil.rmtree(draft, ignore_errors=True)", "pass", check_disk, "kept"),
     ("min(end, own_start", "min(end - 1, own_start", check_bytes, "of"),
     ("max(start, own_start)", "max(start + 1, own_start)", check_bytes, "of"),

@@ -104,17 +104,13 @@ def check_master_steps(name):
     assert world(1).run(masters, name)[0] == 0, "not the fp32 steps, rounded"
 
 
-@pytest.mark.parametrize("name", ["single", "ddp"])
-def test_master_weights_step_in_fp32_and_round(name):
-    check_master_steps(name)
-
-
 def test_the_loss_starts_at_chance_and_falls():
     result, _ = train("single", 1, "")
     assert abs(result["losses"][0] - math.log(256)) < 0.1
     assert result["losses"][-1] < 4
 
 
+test_master_weights_step_in_fp32_and_round = holds(("single", "ddp"), check_master_steps)
 test_every_world_draws_the_same_global_batch = holds("single", check_batches)
 test_the_norm_of_10_million_elements_is_exact = holds("single", check_norm)
 MUTANTS = [

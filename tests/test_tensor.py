@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import apart, load, mutants, world
+from tests.harness import apart, holds, load, mutants, world
 
 BOTH = ("tensor_parallel", "sequence_parallel")
 both = pytest.mark.parametrize("name", BOTH)
@@ -243,11 +243,6 @@ def check_said(name):
         assert part_and_tied == SAID[Path(name).stem], f"of parts of blocks and ties: {part_and_tied}"
 
 
-@both
-def test_a_plan_that_cannot_be_is_refused_in_one_line(name):
-    check_said(name)
-
-
 def events(name):
     """On a rank: what starts, is computed and is waited for in the backward of a column-parallel layer."""
     lesson = load(name)
@@ -308,6 +303,7 @@ def test_a_layer_keeps_and_sends_what_the_papers_say(name, ranks):
         assert of_a_layer(name, what, **letters) == half * times
 
 
+test_a_plan_that_cannot_be_is_refused_in_one_line = holds(BOTH, check_said)
 # ---- mutants ----
 
 

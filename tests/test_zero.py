@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from test_all import check_masters, check_parity
-from tests.harness import apart, load, mutants, world
+from tests.harness import apart, holds, load, mutants, world
 
 STAGES = ("zero1", "zero2", "zero3")
 every_stage = pytest.mark.parametrize("name", STAGES)
@@ -167,11 +167,6 @@ def check_recompute(name):
     check_odd(name, 2, recompute)
 
 
-@every_stage
-def test_activation_checkpointing_around_a_unit_works(name):
-    check_recompute(name)
-
-
 def against_torch(name):
     """On a rank: how far torch's own ends from the lesson, in weights, after three steps."""
     from torch.distributed.fsdp import fully_shard
@@ -245,11 +240,6 @@ def check_misuse(name):
         assert "must be Tensor, not ShardedWeight" in freed_weight
 
 
-@every_stage
-def test_wrong_use_is_said_in_one_line(name):
-    check_misuse(name)
-
-
 class Wide(nn.Module):
     """A parameter whose gradient is the input."""
 
@@ -282,6 +272,8 @@ def test_the_norm_of_60_million_elements_is_exact(name, numel):
     check_norm(name, numel)
 
 
+test_activation_checkpointing_around_a_unit_works = holds(STAGES, check_recompute)
+test_wrong_use_is_said_in_one_line = holds(STAGES, check_misuse)
 # ---- mutants ----
 
 MUTANTS = [

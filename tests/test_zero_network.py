@@ -9,17 +9,12 @@ import torch
 import torch.nn as nn
 
 from test_all import check_ledger, check_parity
-from tests.harness import load, mutants, world
-from tests.test_zero import check_odd, every_stage, wrap
+from tests.harness import holds, load, mutants, world
+from tests.test_zero import STAGES, check_odd, wrap
 
 
 def check_late(name):
     check_odd(name, 2, None, True)
-
-
-@every_stage
-def test_every_collective_is_waited_for(name):
-    check_late(name)
 
 
 @pytest.mark.parametrize("flags", ["--prefetch 0", "--prefetch 2", "--prefetch 7", "--no-reshard"])
@@ -109,11 +104,6 @@ def check_timeline(name, options=(), timeline=None):
         assert log == re.split(r",\s+", expected.strip()), f"another order: {', '.join(log)}"
 
 
-@every_stage
-def test_collectives_travel_while_other_units_compute(name):
-    check_timeline(name)
-
-
 def test_zero3_prefetches_one_unit_unless_told_otherwise():
     assert load("zero3").parse([]).prefetch == 1
     check_timeline("zero3", {"prefetch": 0}, "zero3 on demand")
@@ -133,6 +123,8 @@ def test_beside_rank_0_zero3_holds_one_unit_while_it_gathers_a_state_dict():
     assert world(2).run(gather_state, "zero3")[1] == 1
 
 
+test_every_collective_is_waited_for = holds(STAGES, check_late)
+test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
 check_bf16 = partial(check_ledger, size=2, flags="--dtype bf16")
 MUTANTS = [
     ("zero1", "self.all_gather_work.wait()", "pass", check_late, "weights differ"),
