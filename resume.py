@@ -27,7 +27,7 @@ Run
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint runs/xl
 
 Left out
-    ZeRO-1's reduce-scatter, folders that hosts do not share, two jobs in one, another batch or --data.
+    ZeRO-1's reduce-scatter, folders that hosts do not share or several jobs do, another batch or --data.
 """
 
 import argparse

@@ -108,11 +108,11 @@ def test_nothing_is_clipped_with_clip_0(lesson):
 
 
 @every_parallel_lesson
-def test_with_its_defaults_on_8_ranks_a_lesson_prints_single_pys_digits(lesson):
+def test_with_its_defaults_on_8_ranks_a_lesson_is_single_py_to_the_last_printed_digit(lesson):
     plain, _ = oracle(lesson.name, "--steps 2")
     own, _ = train(lesson.name, 8, "--steps 2")
     for key, digits in (("losses", 4), ("grad_norms", 3)):
-        assert [f"{x:.{digits}f}" for x in own[key]] == [f"{x:.{digits}f}" for x in plain[key]]
+        assert apart(own[key], plain[key]) < 0.5 * 10**-digits, f"{key} differ"
 
 
 def check_masters(name, size=2):
