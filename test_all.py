@@ -99,7 +99,7 @@ def test_losses_norms_and_weights_are_single_pys(lesson, size, flags):
 @pytest.mark.parametrize("flags", ["--accum 1 --optim adamw", "--accum 3 --optim sgd"])
 @every_lesson
 def test_so_they_are_with_the_other_optimizer(lesson, flags):
-    check_parity(lesson.name, lesson.worlds[-1], f"{flags} {lesson.flags}")
+    check_parity(lesson.name, min(2, lesson.worlds[-1]), f"{flags} {lesson.flags}")
 
 
 @every_parallel_lesson
@@ -202,7 +202,7 @@ def test_bytes_held_and_sent_are_the_docstrings_formulas(lesson, size):
 @pytest.mark.parametrize("flags", ["--dtype bf16", "--dtype fp64 --optim sgd"])
 @every_lesson
 def test_so_they_are_in_other_dtypes(lesson, flags):
-    check_ledger(lesson.name, lesson.worlds[-1], f"{flags} {lesson.flags}")
+    check_ledger(lesson.name, min(2, lesson.worlds[-1]), f"{flags} {lesson.flags}")
 
 
 # ---- what goes wrong ----

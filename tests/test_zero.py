@@ -267,8 +267,8 @@ def check_norm(name, numel=10_000_000):
     assert norm < 1e-6 and clipped < 1e-6, f"norms off by {norm:.1e} and {clipped:.1e}"
 
 
-@pytest.mark.parametrize("name, numel", [("zero1", 10**7), ("zero2", 10**7), ("zero3", 6 * 10**7)])
-def test_the_norm_of_60_million_elements_is_exact(name, numel):
+@pytest.mark.parametrize("name, numel", [("zero1", 10**7), ("zero2", 10**7), ("zero3", 2 * 10**7)])
+def test_the_norm_of_20_million_elements_is_exact(name, numel):
     check_norm(name, numel)
 
 
