@@ -48,8 +48,10 @@ def check_goes_on(name, folder, size=2):
 def check_resume(name, saved_on=3, sizes=(2,)):
     with TemporaryDirectory() as folder:
         save(folder, saved_on, name)
+        Path(f"{folder}/draft-00000009").mkdir()  # of a killed run
         for size in sizes:
             check_goes_on(name, folder, size)
+            check_kept(folder, 2, 3)
 
 
 def check_bits(name):
@@ -229,6 +231,7 @@ def check_refused(name):
 
 
 CHECKS = [partial(check_resume, saved_on=size, sizes=SIZES) for size in SIZES]
+FROM_3 = partial(check_resume, sizes=(1,))
 CHECKS += [check_bits, check_kills, check_bytes, check_overlap, check_disk, check_refused]
 test_each_promise_is_kept = holds("resume", *CHECKS)
 MUTANTS = [
@@ -247,6 +250,7 @@ MUTANTS = [
     ("min(end, own_start", "min(end - 1, own_start", check_bytes, "of"),
     ("max(start, own_start)", "max(start + 1, own_start)", check_bytes, "of"),
     ("default_rng((config.seed, step))", "default_rng((config.seed, replicas))", check_resume, "losses"),
+    ("0:\n        for draft", "1:\n        for draft", FROM_3, "kept"),
     ('"step": self.steps,', '"step": self.steps.clone(),', check_resume, "losses differ"),
     ('.to("cpu", copy=True)', '.to("cpu")', check_overlap, "losses differ"),
     ("config.no_overlap or ", "", check_overlap, "--no-overlap: training went on"),
