@@ -3,6 +3,7 @@
 # ./run.sh ddp ...         only these
 # ./run.sh test [...]      the tests (what follows goes to pytest)
 # ./run.sh lint            ruff
+# ./run.sh site            the lessons as pages, in docs/site
 #
 # NPROC=2 ./run.sh         ranks (default: the GPUs, or 4 without any)
 # FLAGS="--size small --dtype bf16 --data my_text/" ./run.sh
@@ -30,13 +31,19 @@ set_up() {
 case "${1:-}" in
 test)
     shift
-    set_up requirements-dev.txt "torch numpy pytest hypothesis"
+    set_up requirements-dev.txt "torch numpy pytest hypothesis matplotlib jinja2 markdown pygments playwright"
     exec "$python" -m pytest "$@"
     ;;
 lint)
     set_up requirements-dev.txt "ruff"
     "$python" -m ruff check .
     exec "$python" -m ruff format --check .
+    ;;
+site)
+    set_up requirements-dev.txt "torch numpy matplotlib pygments jinja2 markdown"
+    "$python" tools/book.py
+    say "Open docs/site/index.html"
+    exit
     ;;
 esac
 

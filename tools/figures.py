@@ -153,26 +153,34 @@ def timeline(traces, target):
     lanes(rows, f"{target.stem}: a step of {ms:.0f} ms", target, COLORS)
 
 
-def schedule(lesson, name, n_ranks, n_microbatches, target):
-    """When each rank does what, if a forward, a B and a W take equally long and messages no time."""
-    actions = lesson.build_schedule(name, n_ranks, n_microbatches)
-    last_stage = max(action.stage for action in actions[-1])
-    split = any(action.op == "W" for action in actions[0])
-    length = {"F": 1, "B": 1 if split else 2, "W": 1}
-    colors = dict(zip("FBW", COLORS.values()))
+def starts(schedule, next_stage, length):
+    """[[(when it begins, action)] of each rank] if messages take no time. length: {op: how long it takes}."""
+    last_stage = max(action.stage for action in schedule[-1])
     finished = {}  # {action: when}
-    rows = {f"rank {rank}": [] for rank in range(n_ranks)}
-    while any(actions):
-        for own, bars in zip(actions, rows.values()):
-            while own:
-                op, stage, k = own[0]
-                source = stage - lesson.NEXT[op]  # the stage whose result this waits for
+    rows = [[] for _ in schedule]
+    while any(len(row) < len(actions) for row, actions in zip(rows, schedule)):
+        for row, actions in zip(rows, schedule):
+            for action in actions[len(row) :]:
+                op, stage, k = action
+                source = stage - next_stage[op]  # the stage whose result this waits for
                 arrived = finished.get((op, source, k)) if 0 <= source <= last_stage else 0
                 if arrived is None:
                     break
-                start = max(arrived, bars[-1][0] + bars[-1][1] if bars else 0)
-                finished[own.pop(0)] = start + length[op]
-                bars.append((start, length[op], colors[op], str(k)))
+                before = row[-1][1] if row else None
+                row.append((max(arrived, finished.get(before, 0)), action))
+                finished[action] = row[-1][0] + length[op]
+    return rows
+
+
+def schedule(lesson, name, n_ranks, n_microbatches, target):
+    """When each rank does what, if a forward, a B and a W take equally long and messages no time."""
+    actions = lesson.build_schedule(name, n_ranks, n_microbatches)
+    split = any(action.op == "W" for action in actions[0])
+    length = {"F": 1, "B": 1 if split else 2, "W": 1}
+    colors = dict(zip("FBW", COLORS.values()))
+    rows = {}
+    for rank, begun in enumerate(starts(actions, lesson.NEXT, length)):
+        rows[f"rank {rank}"] = [(begin, length[op], colors[op], str(k)) for begin, (op, _, k) in begun]
     phases = ("forward", "backward of inputs", "of weights") if split else ("forward", "backward")
     legend = dict(zip(phases, COLORS.values()))
     lanes(rows, f"{name}: {n_ranks} ranks, {n_microbatches} microbatches", target, legend)

@@ -1,0 +1,246 @@
+"""The lessons as pages that open from disk and from any static host.
+
+    ./run.sh site
+    python tools/book.py FOLDER    (default: docs/site)
+
+Text, code and numbers are the repository's own: of the lessons, README and docs/results, and what
+build_schedule(), bubble_rate() and plan.py compute. Templates, style and the explorers' script are in
+tools/pages. All but the explorers works without JavaScript.
+"""
+
+import ast
+import difflib
+import importlib
+import itertools
+import json
+import re
+import shutil
+import sys
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import jinja2
+import markdown
+from figures import starts
+from markupsafe import Markup, escape
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = ROOT / "tools/pages"
+SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("zb-h1", "zb-h2")}
+STAGES, MICROBATCHES, CHUNKS = (2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24), (1, 2, 3, 4)
+MODELS = ("125m", "350m", "1.3b", "2.7b", "7.5b", "13b", "30b", "70b", "175b", "405b", "1000b")
+GPUS = [2**i for i in range(13)]
+
+
+def rows(pattern, text=README):
+    """{first group: [the others]} of the lines that match."""
+    return {name: rest for name, *rest in re.findall(f"^{pattern}$", text, re.M)}
+
+
+LESSONS = rows(r"\| \[`(\w+)\.py`\]\S+ \| (.+) \| (.+) \|")  # in reading order: who holds what, what is sent
+CHANGES = rows(r"diff (\w+)\.py (\w+)\.py *#? ?(.*)")  # {old: [new, why]}
+MEASURED = rows(r"(\w+) +(\d+) +([\d.]+) +\S+" + r" +(\S+ / \S+|-)" * 5 + r" +([\d.]+)  .*")
+PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_text())
+PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", README, re.M)
+SENDS = re.compile(r"\bdist\.(all_|broadcast|i?send|i?recv|batch)|\ball_gather\(|else reduce_scatter$")
+CALLS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send")
+
+
+# ---- text ----
+
+
+def linked(text):
+    """Plain text as HTML, with links to the papers and the lessons that it names."""
+    html = str(escape(text))
+    html = re.sub(r"(?:arXiv\s)?\b(\d{4}\.\d{5})\b", r'<a href="https://arxiv.org/abs/\1">\g<0></a>', html)
+    html = re.sub(rf"\b({'|'.join(LESSONS)})\.py\b", r'<a href="\1.html">\g<0></a>', html)
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", html))
+
+
+def prose(source):
+    """Markdown as HTML, with links to the site's pages and figures."""
+    html = markdown.markdown(source, extensions=["tables", "fenced_code"])
+    html = html.replace('href="docs/results"', 'href="results.html"')
+    html = re.sub(r'href="(\w+)\.py"', r'href="\1.html"', html)
+    return Markup(re.sub(r'src="[^"]*?([\w-]+\.svg)"', r'src="\1"', html))
+
+
+def sections(docstring):
+    """(heading, remark, [(kind, lines)]) of each section of a lesson's docstring."""
+    found = re.split(r"^(Idea|Memory|Communication|Costs|Run|Left out)(.*)$", docstring, flags=re.M)[1:]
+    for heading, remark, body in zip(found[::3], found[1::3], found[2::3]):
+        kinds = groupby(body.strip("\n").split("\n"), lambda line, heading=heading: kind(line[4:], heading))
+        yield heading, remark.strip(), [(name, [line[4:] for line in lines]) for name, lines in kinds]
+
+
+def kind(line, heading):
+    if heading == "Run":
+        return "verbatim"
+    if line.count("|") > 1:
+        return "timeline"
+    if "  " not in line:
+        return "prose"
+    return "verbatim" if heading == "Communication" else "table"
+
+
+def timeline(lines):
+    """(each column's percentage, [(label, [(text, how many columns)])]) of an ASCII timeline."""
+    end = max(len(line.removesuffix("|")) for line in lines)
+    bars = [sorted({end, *(match.start() for match in re.finditer(r"\|", line))}) for line in lines]
+    edges = sorted(set().union(*bars))
+    found = []
+    for line, own in zip(lines, bars):
+        cells = [(line[a + 1 : b].strip(), edges.index(b) - edges.index(a)) for a, b in pairwise(own)]
+        found.append((line[: own[0]], cells))
+    return [100 * (b - a) / (end - edges[0]) for a, b in pairwise(edges)], found
+
+
+# ---- code ----
+
+
+def code_lines(source):
+    """A Python file's lines as HTML."""
+    html = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
+    plain = r'<span class="(?:n|p|o|w|nn|nb|bp|fm|vm|ow|si|se|sa)">([^<]*)</span>'
+    return re.sub(plain, r"\1", html).split("\n")[:-1]
+
+
+def cut(source):
+    """(title, first line, last line) of each part of a lesson's code, counted from 1."""
+    lines = source.split("\n")
+    _, imports, *rest = ast.parse(source).body
+    technique = next(each.lineno for each in rest if not isinstance(each, ast.Import | ast.ImportFrom))
+    while lines[technique - 2].startswith(("#", "@")):
+        technique -= 1
+    train = lines.index("def train(config):") + 1
+    toy, end = (i for i, line in enumerate(lines, 1) if line.startswith("# ===="))
+    begins = {"Imports": imports.lineno, "The technique": technique, "Training": train}
+    begins |= {"The toy model: the same lines in every lesson": toy, "The rest": end + 1}
+    for (title, begin), (_, after) in pairwise([*begins.items(), ("", len(lines))]):
+        numbers = [i for i in range(begin, after) if lines[i - 1]]  # but empty ones before and after
+        yield title, numbers[0], numbers[-1]
+
+
+def changes(old, new):
+    """[(kind, lines of old, lines of new)] of two pieces, as (text, HTML); kind: changed, equal, folded."""
+    for tag, a, b, c, d in difflib.SequenceMatcher(None, old[0], new[0], autojunk=False).get_opcodes():
+        if tag != "equal":
+            yield "changed", old[1][a:b], new[1][c:d]
+            continue
+        head, tail = min(b, a + 2 * (a > 0)), max(a, b - 2 * (b < len(old[0])))
+        for how, i, j in (("equal", a, head), ("folded", head, tail), ("equal", max(head, tail), b)):
+            if i < j:
+                yield how if j - i > 4 else "equal", old[1][i:j], new[1][c + i - a : c + j - a]
+
+
+# ---- explorers ----
+
+
+def explored(lesson, name, stages, microbatches, chunks):
+    """What the schedule explorer shows, or what is wrong. A rank: its actions, and -3 for 3 units idle."""
+    try:
+        schedule = lesson.build_schedule(name, stages, microbatches, chunks)
+    except AssertionError as error:
+        return str(error)
+    last = schedule[0][-1].op  # which frees a microbatch's activations
+    length = {"F": 1, "B": 1 if last == "W" else 2, "W": 1}
+    ranks, in_flight = [], []
+    for row in starts(schedule, lesson.NEXT, length):
+        words, now, alive = [], 0, [0]
+        for begin, (op, stage, k) in row:
+            words += [f"{now - begin}"] * (begin > now) + [f"{op}{k}.{stage // stages}"]
+            now = begin + length[op]
+            alive.append(alive[-1] + (op == "F") - (op == last))
+        ranks.append(" ".join(words).replace(".0", ""))
+        in_flight.append(max(alive))
+    return {"idle": round(lesson.bubble_rate(schedule, 1, 1, 1), 4), "inFlight": in_flight, "ranks": ranks}
+
+
+def explorer_data():
+    """What the explorers show, as a script: {"1f1b 4 8 1": explored()}, {"7.5b 64": bytes of each stage}."""
+    schedules, memory, plan = {}, {}, importlib.import_module("plan")
+    for file, names in SCHEDULES.items():
+        lesson = importlib.import_module(file)
+        for choice in itertools.product(names, STAGES, MICROBATCHES, CHUNKS):
+            if (choice[0] == "interleaved") == (choice[-1] > 1):
+                schedules[" ".join(map(str, choice))] = explored(lesson, *choice)
+    for model, gpus in itertools.product(MODELS, GPUS):
+        size = plan.number(model), gpus
+        memory[f"{model} {gpus}"] = [[*plan.states(i, *size).values(), plan.wire(i, *size)] for i in range(4)]
+    return f"const SCHEDULES = {json.dumps(schedules)}\nconst MEMORY = {json.dumps(memory)}\n"
+
+
+# ---- pages ----
+
+
+def lesson_page(name):
+    """What lesson.html needs to know of a lesson."""
+    source = (ROOT / f"{name}.py").read_text()
+    lines, tree, order = source.split("\n"), ast.parse(source), [None, *LESSONS, None]
+    says, _, docstring = ast.get_docstring(tree).partition("\n")
+    defined = [each for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef)]
+    sends = [i for i, line in enumerate(lines, 1) if SENDS.search(line) and "getattr" not in line]
+    calls = {what: i for i in reversed(sends) for what in CALLS if what.replace("-", "_") in lines[i - 1]}
+    return {
+        "says": says,
+        "sections": sections(docstring),
+        "lines": code_lines(source),
+        "parts": list(cut(source)),
+        "sends": sends,
+        "calls": calls,  # {a name in Costs: the line that does it}
+        "outline": [(each.name, ast.get_docstring(each) or "", each.lineno) for each in defined],
+        "before": order[order.index(name) - 1],
+        "after": order[order.index(name) + 1],
+        "peers": [row for row in PEERS if row[0].startswith(f"{name}.py")],
+    }
+
+
+def changes_page(old, new):
+    """What changes.html needs to know of two neighbours."""
+    pieces = []
+    for source in ((ROOT / f"{name}.py").read_text() for name in (old, new)):
+        end = ast.parse(source).body[0].end_lineno  # of the docstring
+        lines = list(zip(source.split("\n")[:-1], code_lines(source)))
+        pieces.append([list(zip(*part)) for part in (lines[end:], lines[:end])])
+    code, docstring = (list(changes(*pair)) for pair in zip(*pieces))
+    gone, come = (sum(len(row[i]) for row in code if row[0] == "changed") for i in (1, 2))
+    return {"code": code, "docstring": docstring, "gone": gone, "come": come}
+
+
+def build(target):
+    """Write the site to a folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    loader = jinja2.FileSystemLoader(PAGES)
+    templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    templates.globals |= globals()
+
+    def write(page, template, title, **content):
+        html = templates.get_template(template).render(page=page, title=title, **content)
+        (target / f"{page}.html").write_text(html)
+
+    write("index", "index.html", "rankzero", intro=prose(README.split("\n\n")[1]))
+    write("explore", "explore.html", "Explore")
+    write("readme", "text.html", "Use", text=prose(README))
+    results = {path.stem: path.read_text() for path in sorted((ROOT / "docs/results").glob("*.md"))}
+    titles = {name: text.split("\n")[0].lstrip("# ") for name, text in results.items()}
+    write("results", "results.html", "Measured", titles=titles)
+    for name, text in results.items():
+        write(f"results-{name}", "text.html", titles[name], text=prose(text))
+    for name in LESSONS:
+        own = [each for each, text in results.items() if re.search(rf"^#.*\b{name}\.py", text, re.M)]
+        write(name, "lesson.html", f"{name}.py", results=own, **lesson_page(name))
+    for old, (new, why) in CHANGES.items():
+        content = changes_page(old, new)
+        write(f"{old}-{new}", "changes.html", f"{old} to {new}", old=old, new=new, why=why, **content)
+    (target / "explore-data.js").write_text(explorer_data())
+    for path in (PAGES / "style.css", PAGES / "explore.js", *(ROOT / "docs").glob("*.svg")):
+        shutil.copy(path, target)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/site")
