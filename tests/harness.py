@@ -8,6 +8,7 @@ rejects(check, ...) holds that it fails, for a given reason, on an edited copy o
 import atexit
 import functools
 import gc
+import importlib
 import io
 import multiprocessing
 import os
@@ -190,6 +191,24 @@ def rejects(check, reason, name, old, new, tmp_path):
         assert reason in str(error), f"rejected, but not because of {reason!r}: {error}"
     else:
         raise AssertionError(f"nothing noticed that {old!r} became {new!r}")
+
+
+def on_ranks(size):
+    """Make a check of a function of a lesson's name that asserts on each of so many ranks."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def check(name, *arguments, size=size, **options):
+            here = functools.partial(inner, function.__module__, function.__name__)
+            return world(size).run(functools.partial(here, name, *arguments, **options))
+
+        return check
+
+    return decorate
+
+
+def inner(module, function, *arguments, **options):
+    return getattr(importlib.import_module(module), function).__wrapped__(*arguments, **options)
 
 
 def holds(names, *checks):

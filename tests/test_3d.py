@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from test_all import check_ledger, check_parity
-from tests.harness import TINY, holds, load, mutants, train, world
+from tests.harness import TINY, holds, load, mutants, on_ranks, train, world
 
 MESHES = [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 4), (4, 4, 1), (4, 2, 2), (4, 1, 1)]
 MESHES += [(8, 2, 2), (8, 1, 8), (8, 8, 1), (8, 4, 2), (8, 2, 4), (8, 1, 1)]  # ranks, tp, pp
@@ -53,8 +53,9 @@ def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
     assert sent.get("data", 0) == plan.wire(0, max(params), dp, 2, 4)
 
 
-def events(name):
-    """On a rank: in the last backward of a step, what is launched, and how many layers compute after it."""
+@on_ranks(2)
+def check_overlap(name):
+    """The first backward launches nothing; in the last one each layer's gradients leave before the next."""
     lesson, log = load(name), []
     config = lesson.parse(f"{TINY} {SHAPE} --tp 1 --pp 1 --steps 1 --accum 2".split())
     launch, finish = lesson.Bucket.launch, lesson.Bucket.finish
@@ -68,32 +69,23 @@ def events(name):
 
     lesson.Block.__init__ = noting
     lesson.train(config)
-    return log
+    first, last = log[:9], log[9:]
+    assert first == ["backward"] * 9, "gradients leave before they are whole"
+    assert last.index("finish") == len(last) - last.count("finish"), "a wait before the last backward"
+    while_computing = last[: len(last) - last[::-1].index("backward")]
+    assert while_computing.count("launch") >= 2 * 8, "gradients wait for the end of backward"
 
 
-def check_overlap(name):
-    """The first backward launches nothing; in the last one each layer's gradients leave before the next."""
-    for log in world(2).run(events, name):
-        first, last = log[:9], log[9:]
-        assert first == ["backward"] * 9, "gradients leave before they are whole"
-        assert last.index("finish") == len(last) - last.count("finish"), "a wait before the last backward"
-        while_computing = last[: len(last) - last[::-1].index("backward")]
-        assert while_computing.count("launch") >= 2 * 8, "gradients wait for the end of backward"
-
-
-def actions(name):
-    """On a rank of four stages: its forwards and backwards of six microbatches, in order."""
+@on_ranks(4)
+def check_schedule(name):
+    """Of four stages: forwards and backwards of six microbatches, in order."""
     lesson, log = load(name), []
     for method, word in (("_forward", "F"), ("_backward", "B")):
         run = getattr(lesson.Parallel3D, method)
         setattr(lesson.Parallel3D, method, lambda *args, w=word, run=run: (log.append(w), run(*args))[1])
     lesson.train(lesson.parse(f"{TINY} --layers 4 --steps 1 --tp 1 --pp 4 --accum 6".split()))
-    return "".join(log)
-
-
-def check_schedule(name):
-    for log, warmup in zip(world(4).run(actions, name), (3, 2, 1, 0)):
-        assert log == "F" * warmup + "FB" * (6 - warmup) + "B" * warmup, f"not 1F1B: {log}"
+    warmup = 3 - dist.get_rank()
+    assert "".join(log) == "F" * warmup + "FB" * (6 - warmup) + "B" * warmup, f"not 1F1B: {log}"
 
 
 def test_microbatches_run_in_1f1b_of_which_there_may_be_fewer_than_stages():

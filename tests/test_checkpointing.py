@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from test_all import check_ledger, check_parity
-from tests.harness import TINY, holds, load, mutants, world
+from tests.harness import TINY, holds, load, mutants, on_ranks, world
 from tests.test_zero import make_late
 
 
@@ -54,14 +54,13 @@ def gradients_of(call):
     return [start.grad, *(param.grad for param in layers.parameters()), torch.rand(4)]
 
 
-def wrong_gradients(name):
-    """On a rank: which ways end in other gradients than no checkpoint at all."""
+@on_ranks(3)
+def check_gradients(name):
+    """All ways end in the gradients of no checkpoint at all."""
     lesson = load(name)
-    wrong = []
     expected = gradients_of(lambda layer, *args: layer(*args))
     for way, call in ways(lesson).items():
-        if not all(map(torch.equal, gradients_of(call), expected)):
-            wrong.append(way)
+        assert all(map(torch.equal, gradients_of(call), expected)), f"gradients differ with {way}"
         with torch.no_grad():
             assert not call(Dropping(), torch.ones(1, 1, 5, 12))["x"].requires_grad, "a graph in no_grad()"
         function = partial(lambda x: (x.sin(), x.exp().tanh()))
@@ -69,17 +68,6 @@ def wrong_gradients(name):
         call(function, torch.ones(4, requires_grad=True))[0].sum().backward()
         del function
         assert alive() is None, "a checkpoint outlives its graph"
-    return wrong
-
-
-def check_gradients(name, size=3):
-    for wrong in world(size).run(wrong_gradients, name):
-        assert not wrong, f"gradients differ with {wrong}"
-
-
-@pytest.mark.parametrize("name, size", [("checkpointing", 1), ("zero_r", 1), ("zero_r", 3)])
-def test_gradients_and_random_numbers_are_equal_to_the_bit_in_several_backwards(name, size):
-    check_gradients(name, size)
 
 
 def test_every_policy_comes_to_single_pys_numbers():
@@ -107,30 +95,19 @@ MISUSE_OF_KEPT = [
 ]  # fmt: skip
 
 
-def misuse(name):
-    """On a rank: [(what is said of a function, what should be said)]."""
+@on_ranks(1)
+def check_misuse(name):
     all_ways = ways(load(name))
     call = all_ways.get("selective") or all_ways["partitioned"]
-    answers = []
     for function, expected in MISUSE if "partitioned" in all_ways else MISUSE + MISUSE_OF_KEPT:
         runs = iter((False, True))
         y = call(lambda x, f=function, runs=runs: f(x, next(runs)), torch.randn(4, 4, requires_grad=True))
+        said = "nothing"
         try:
             y.backward()
-            answers.append(("nothing", expected))
         except Exception as error:
-            answers.append((str(error), expected))
-    return answers
-
-
-def check_misuse(name):
-    for said, expected in world(1).run(misuse, name)[0]:
+            said = str(error)
         assert expected in said, f"{said!r}, not {expected!r}"
-
-
-def test_a_function_that_changes_is_found_out():
-    check_misuse("checkpointing")
-    check_misuse("zero_r")
 
 
 # ---- memory and work ----
@@ -248,8 +225,9 @@ def check_events(name):
             ), f"another order: {events}"
 
 
-def gradients_in_pairs(name):
-    """On a rank: whether a gradient is right in pairs of ranks, when all-gathers come at the last moment."""
+@on_ranks(4)
+def check_pairs(name):
+    """A gradient is right in pairs of ranks, when all-gathers come at the last moment."""
     lesson = load(name)
     make_late(lesson)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -259,15 +237,12 @@ def gradients_in_pairs(name):
         call(torch.sin, torch.ones(3, 5).t())
     x = torch.full((3, 5), pair + 1.0, requires_grad=True)
     call(torch.sin, call(torch.sin, x)).sum().backward()
-    return torch.equal(x.grad, x.sin().cos() * x.cos())
+    assert torch.equal(x.grad, x.sin().cos() * x.cos()), "another gradient"
 
 
-def check_pairs(name):
-    assert all(world(4).run(gradients_in_pairs, name)), "another gradient"
-
-
-def stream_calls(name):
-    """On a rank: what the streams of a GPU (here another device) are asked to do."""
+@on_ranks(1)
+def check_streams(name):
+    """What the streams of a GPU (here another device) are asked to do."""
     lesson = load(name)
     lesson.all_gather = mock.Mock()
     store = lesson.Partitioned(torch.device("meta"), offload=True)
@@ -282,16 +257,15 @@ def stream_calls(name):
         stored = store.put(torch.ones(4, device="meta"))
         assert stored[0].device.type == "cpu", "not on the host"
         assert store.fetch(*stored)[0].device.type == "meta", "not brought back"
-    return [name.split(".")[-1] for name, _, _ in streams.mock_calls]
-
-
-def check_streams(name):
+    calls = [name.split(".")[-1] for name, _, _ in streams.mock_calls]
     beside = ["wait_stream", "beside", "__enter__"]
     expected = [*beside, "copy", "__exit__", "record", *beside, "__exit__"]
-    calls = world(1).run(stream_calls, name)[0]
     assert calls == expected, f"other calls: {calls}"
 
 
+BOTH = ("checkpointing", "zero_r")
+test_gradients_and_random_numbers_are_equal_to_the_bit_in_several_backwards = holds(BOTH, check_gradients)
+test_a_function_that_changes_is_found_out = holds(BOTH, check_misuse)
 test_gradients_and_flops_are_torchs_and_no_more_bytes = holds("checkpointing", check_beside_torch)
 test_checkpoints_are_split_and_come_back_one_ahead = holds("zero_r", check_events)
 test_groups_share_checkpoints_and_every_all_gather_is_waited_for = holds("zero_r", check_pairs)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import TINY, apart, holds, load, mutants, world
+from tests.harness import TINY, apart, holds, load, mutants, on_ranks, world
 from tests.test_zero import Late
 
 ALL_REDUCES = ("ring_all_reduce", "recursive_doubling_all_reduce", "halving_doubling_all_reduce")
@@ -115,15 +115,12 @@ def late_messages():
     return mock.patch.object(dist, "batch_isend_irecv", late_batch)
 
 
-def sum_late(name):
+@on_ranks(2)
+def check_waits(name):
     x = torch.ones(10)
     with late_messages():
         load(name).ring_all_reduce(x)
     assert x.tolist() == [2] * 10, f"not waited for: {x}"
-
-
-def check_waits(name):
-    world(2).run(sum_late, name)
 
 
 def printed(name, function, flags):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import apart, holds, load, mutants, world
+from tests.harness import apart, holds, load, mutants, on_ranks, world
 from tests.test_zero import Late, Odd, Wide, batches, train_plain
 
 
@@ -63,8 +63,9 @@ def test_each_idea_can_be_turned_off(flags):
     check_ledger("ddp", 2, f"--accum 3 {flags}")
 
 
-def gradients(name):
-    """On a rank: gradients by DDP, by torch's, by the plain way of the docstring; where DDP's are."""
+@on_ranks(2)
+def check_gradients(name):
+    """Gradients are those of torch's, and of the plain way of the docstring; where they are."""
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2)).double()]
@@ -79,14 +80,9 @@ def gradients(name):
     found = [{name: param.grad for name, param in model.named_parameters()} for model in models]
     storages = {param.grad.untyped_storage().data_ptr() for param in models[0].parameters()}
     flat = {bucket.flat_grad.untyped_storage().data_ptr() for bucket in ddp.buckets}
-    return apart(found[0], found[1]), apart(found[0], found[2]), storages == flat and len(flat) > 1
-
-
-def check_gradients(name):
-    for from_torch, from_plain, are_views in world(2).run(gradients, name):
-        assert from_torch < 1e-12, "not the gradients of torch's DistributedDataParallel"
-        assert from_plain < 1e-12, "not the gradients of an all-reduce after backward"
-        assert are_views, "gradients are not views of buckets"
+    assert apart(found[0], found[1]) < 1e-12, "not the gradients of torch's DistributedDataParallel"
+    assert apart(found[0], found[2]) < 1e-12, "not the gradients of an all-reduce after backward"
+    assert storages == flat and len(flat) > 1, "gradients are not views of buckets"
 
 
 # ---- buckets, and when they leave ----
@@ -105,8 +101,9 @@ class Backwards(nn.Module):
         return x
 
 
-def events(name, model_class, options):
-    """On a rank: gradients that land and buckets that leave, in the last backward of a second step."""
+@on_ranks(2)
+def check_events(name, model_class, options, expected):
+    """Gradients that land and buckets that leave, in the last backward of a second step."""
     lesson = load(name)
     ddp = lesson.DDP(model_class(), bucket_cap_mb=0, **options)
     log = []
@@ -128,7 +125,7 @@ def events(name, model_class, options):
         log.append("end")
         ddp.clip_grad_norm_(1.0)
         ddp.zero_grad()
-    return log
+    assert ", ".join(log) == expected, f"another order: {', '.join(log)}"
 
 
 class Forwards(Backwards):
@@ -145,47 +142,39 @@ ORDERS = [  # a bucket leaves when it is full and those before it have left
 
 
 def check_order(name):
-    for model_class, options, expected in ORDERS:
-        for log in world(2).run(events, name, model_class, options):
-            assert ", ".join(log) == expected, f"another order: {', '.join(log)}"
+    for case in ORDERS:
+        check_events(name, *case)
 
 
-def bucket_sizes(name, numels, cap):
-    """On a rank: the parameters of each bucket, for parameters of so many elements."""
+@on_ranks(1)
+def check_buckets(name):
+    mib = 2**18  # elements
+    sizes = [len(bucket) for bucket in buckets_of(name, [mib // 4] * 40, None)]
+    assert sizes == [4, 8, 8, 8, 8, 4], f"not 1 MiB and then fifths: {sizes}"
+    sizes = [len(bucket) for bucket in buckets_of(name, [mib * 25 // 2] * 20, None)]
+    assert sizes == [1] + [2] * 9 + [1], f"not 1 MiB and then 25: {sizes}"
+    buckets = buckets_of(name, [mib // 2] * 8, 2)
+    assert buckets == [[7, 6], [5, 4, 3, 2], [1, 0]], f"not 1 MiB and then 2: {buckets}"
+
+
+def buckets_of(name, numels, cap):
+    """The parameters of each bucket, for parameters of so many elements."""
     model = nn.ParameterList([nn.Parameter(torch.empty(numel)) for numel in numels])
     number = {param: i for i, param in enumerate(model)}
     return [[number[param] for param in bucket.params] for bucket in load(name).DDP(model, cap).buckets]
 
 
-def check_buckets(name):
-    mib = 2**18  # elements
-    sizes = world(1).run(bucket_sizes, name, [mib // 4] * 40, None)[0]
-    assert [len(size) for size in sizes] == [4, 8, 8, 8, 8, 4], f"not 1 MiB and then fifths: {sizes}"
-    sizes = world(1).run(bucket_sizes, name, [mib * 25 // 2] * 20, None)[0]
-    assert [len(size) for size in sizes] == [1] + [2] * 9 + [1], f"not 1 MiB and then 25: {sizes}"
-    sizes = world(1).run(bucket_sizes, name, [mib // 2] * 8, 2)[0]
-    assert sizes == [[7, 6], [5, 4, 3, 2], [1, 0]], f"not 1 MiB and then 2: {sizes}"
-
-
-def misuse_and_norm(name):
-    """On a rank: what is said of a second backward; the relative error of the norm of 60 M elements."""
+@on_ranks(1)
+def check_misuse_and_norm(name):
     gradient = torch.rand(10_000_000)
     exact = sum(part.double().square().sum() for part in gradient.split(2**20)).sqrt()
     ddp = load(name).DDP(Wide(10_000_000))
     ddp(gradient).backward()
     norm = ddp.clip_grad_norm_(1.0)
+    assert abs(norm / exact - 1) < 1e-6, f"the norm is {norm / exact:.7f} of what it should be"
     ddp(gradient).backward()
-    try:
+    with pytest.raises(AssertionError, match="all backwards of a step but the last belong in no_sync"):
         ddp(gradient).backward()
-        return "nothing", norm / exact
-    except AssertionError as error:
-        return str(error), norm / exact
-
-
-def check_misuse_and_norm(name):
-    said, ratio = world(1).run(misuse_and_norm, name)[0]
-    assert abs(ratio - 1) < 1e-6, f"the norm is {ratio:.7f} of what it should be"
-    assert said == "all backwards of a step but the last belong in no_sync()"
 
 
 check_late = partial(check_odd, size=2, late=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from test_all import check_parity
-from tests.harness import TINY, apart, load, mutants, train, world
+from tests.harness import TINY, apart, holds, load, mutants, on_ranks, train, world
 
 EXPERTS = 12
 
@@ -117,9 +117,11 @@ def test_training_is_that_of_one_rank(size, ep, flags):
     check_parity("expert_parallel", size, f"--accum 1 --batch 8 --steps 2 {flags}", f"--ep {ep}")
 
 
-def rows_sent(flags):
-    """On a rank: bytes that all-to-alls send to others in a step, by the ledger and by the counts."""
-    lesson, ledger = load("expert_parallel"), load("tools/ledger")
+@on_ranks(3)
+def check_rows_sent(name):
+    """Bytes that all-to-alls send to others in a step, by the ledger and by the counts."""
+    flags = f"{TINY} --dtype fp64 --accum 2 --experts {EXPERTS} --capacity-factor 1.5 --batch 24"
+    lesson, ledger = load(name), load("tools/ledger")
     noted, dispatch, rank = [], lesson.MoE.dispatch, dist.get_rank()
 
     def note(moe, rows, counts):
@@ -130,14 +132,8 @@ def rows_sent(flags):
 
     lesson.MoE.dispatch = note
     watch, _ = ledger.run(lesson, lesson.parse(flags.split()))
-    return watch.sent["all-to-all", "wire"], sum(noted[4:8])  # two mixtures, two microbatches: step 2
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_all_to_alls_send_the_rows_that_are_routed_to_other_ranks(size):
-    flags = f"{TINY} --dtype fp64 --accum 2 --experts {EXPERTS} --capacity-factor 1.5 --batch 24"
-    for wire, rows in world(size).run(rows_sent, flags):
-        assert wire == pytest.approx(rows, rel=1e-12) and rows > 0
+    rows = sum(noted[4:8])  # two mixtures, two microbatches: step 2
+    assert watch.sent["all-to-all", "wire"] == pytest.approx(rows, rel=1e-12) and rows > 0
 
 
 def printed(flags):
@@ -157,6 +153,8 @@ def test_the_balance_loss_spreads_the_tokens_and_fewer_are_dropped():
     assert many == pytest.approx(100 * over / sum(uneven), abs=0.05)
 
 
+rows_sent = (partial(check_rows_sent, size=size) for size in (2, 3, 4))
+test_the_all_to_alls_send_the_rows_that_are_routed_to_other_ranks = holds("expert_parallel", *rows_sent)
 on_pairs = partial(check_layer, ep=2)
 with_drops = partial(check_layer, top_k=1, capacity_factor=1.0)
 GROUP = "group=same_experts if is_expert else None"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import ROOT, TEXT, holds, load, mutants, train, world
+from tests.harness import ROOT, TEXT, holds, load, mutants, on_ranks, train, world
 
 # Sizes that four ranks divide evenly.
 EVEN = f"--layers 3 --heads 4 --width 32 --context 16 --steps 2 --batch 8 --accum 2 --data {TEXT}"
@@ -38,8 +38,9 @@ def check_formulas(name):
     assert found["reduce-scatter"] == "kwP(N-1)/N", "another formula"
 
 
-def tiny_run(name):
-    """On a rank: what a Watch sees of tensors that come and go."""
+@on_ranks(2)
+def check_watch(name):
+    """What a Watch sees of tensors that come and go."""
     weight = torch.nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.Adam([weight])
     weight.sum().backward()
@@ -59,12 +60,7 @@ def tiny_run(name):
         wide = weight.detach().double()  # a parameter, as a cast of one is
         freed.untyped_storage().resize_(0)
         del wide, received
-    sent = {key: value for key, value in watch.sent.items() if key[1] != "payload"}
-    return watch.held(), sent
-
-
-def check_watch(name):
-    held, sent = world(2).run(tiny_run, name)[0]
+    held, sent = watch.held(), watch.sent
     assert held["parameters"] == 4000 + 8000, "parameters and what they are cast to"
     assert held["optimizer"] == 8000 + 4, "two moments and a count"
     assert held["gradients"] == 4000 + 8000 + 8000, "gradients and what they are copied and sent to"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from test_all import check_ledger, check_masters, check_parity, check_refusal
-from tests.harness import TINY, apart, holds, load, mutants, train, world
+from tests.harness import TINY, apart, holds, load, mutants, on_ranks, train, world
 
 SLOW = "--link-gbps 0.05"  # a block's shard takes longer than its computation
 UNITS = 6
@@ -49,7 +49,8 @@ def test_a_model_that_is_too_large_is_refused_and_trains_with_params():
     assert apart(result["losses"], plain["losses"]) < 1e-10 and apart(own, weights) < 1e-9
 
 
-def played(name):
+@on_ranks(1)
+def check_played(name):
     lesson = load(name)
     on_host = torch.ones(1000)
     with lesson.PlayedDevice(0.02) as device:
@@ -63,7 +64,8 @@ def played(name):
             more = [more, torch.empty(10)]
 
 
-def saved_midway(name):  # the weights after two steps, with and without a look at them after the first
+@on_ranks(1)
+def check_saved_midway(name):  # the weights after two steps, with and without a look at them after the first
     lesson = load(name)
     config = lesson.parse(f"{TINY} --params".split())
     device, text = lesson.set_up(config)
@@ -82,15 +84,6 @@ def saved_midway(name):  # the weights after two steps, with and without a look 
                 assert not whole, "units are on the device after full_state_dict()"
         ends.append(offload.full_state_dict())
     assert apart(*ends) == 0, "training went on with other weights"
-
-
-def check_alone(name, function):
-    world(1).run(function, name)
-
-
-@pytest.mark.parametrize("function", [played, saved_midway])
-def test_what_is_on_the_device(function):
-    check_alone("offload", function)
 
 
 def test_a_link_copies_at_its_rate():
@@ -155,6 +148,7 @@ def check_step(name):
             assert first["step", i, "starts"] < first["bring", i - 1, "ends"], "a step waits for the link"
 
 
+test_what_is_on_the_device = holds("offload", check_played, check_saved_midway)
 test_link_host_and_device_work_at_once = holds("offload", check_overlap, check_step)
 BUFFER = "self.landing = torch.empty_like(own, pin_memory=pinned)"
 WAIT = "        self.stepped.result()\n        self.offload.up"
@@ -168,7 +162,7 @@ MUTANTS = [
     ("[i::direction]", "[i:]", check_overlap, "too late in backward"),
     ("        offload.sent.result()", "        offload.sent.done()", check_gradients, "gradients: +"),
     ("        if offload.params:\n            self.drop()\n", "", WITH_PARAMS, "parameters: +"),
-    ("            unit.drop()\n", "", partial(check_alone, function=saved_midway), "on the device after"),
+    ("            unit.drop()\n", "", check_saved_midway, "on the device after"),
     ("0 < i < len(blocks) - 1", "i > 0", WITH_PARAMS, "up: sent +"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "offload")

@@ -47,6 +47,7 @@ def check_figure_1(name):
 def check_counts(name):
     """The closed form counts the toy GPT's parameters, and those of a tensor-parallel rank or a stage."""
     plan, single = load(name), load("single")
+    millions = dict(zip(single.SIZES, ("0.42", "4.84", "124.44", "1557.61", "7502.37")))
     for size, text in single.SIZES.items():
         config = single.parse([])
         for word, value in zip(single.SHAPE, text.split()):
@@ -57,6 +58,7 @@ def check_counts(name):
         shape = plan.Shape(*plan.SIZES[size])
         count = sum(param.numel() for param in named.values())
         assert plan.whole_model(shape) == count, "another number of parameters"
+        assert f"{count / 1e6:.2f}" == millions[size], "not the published number"
         pattern = "norm|position|(proj|down).bias"
         whole = sum(param.numel() for name, param in named.items() if re.search(pattern, name))
         for t in (t for t in (1, 2, 4) if shape.heads % t == 0):

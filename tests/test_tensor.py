@@ -13,11 +13,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import apart, holds, load, mutants, world
+from tests.harness import apart, holds, load, mutants, on_ranks, world
 
 BOTH = ("tensor_parallel", "sequence_parallel")
 both = pytest.mark.parametrize("name", BOTH)
-both_worlds = pytest.mark.parametrize("name, size", [(name, size) for name in BOTH for size in (1, 2, 3, 4)])
 
 
 def wrap(lesson, module, plan):
@@ -41,8 +40,9 @@ def replace_collectives(lesson, function):
     lesson.dist = types.SimpleNamespace(**vars(dist) | instead)
 
 
-def layers(name):
-    """On a rank: {what: how far it is from torch's layer}."""
+@on_ranks(3)
+def check_layers(name):
+    """Outputs and gradients are those of torch's layers."""
     lesson = load(name)
     torch.manual_seed(0)
     model = nn.ModuleDict({"column": nn.Linear(12, 24), "three": nn.Linear(12, 36, bias=False)})
@@ -85,18 +85,8 @@ def layers(name):
     for param in (*model.parameters(), *plain.parameters()):
         param.data = param.grad
     found["gradients"] = apart(parallel.full_state_dict(), plain.state_dict())
-    return found
-
-
-def check_layers(name, size=3):
-    for found in world(size).run(layers, name):
-        far = [what for what, error in found.items() if not error < 1e-12]
-        assert not far, f"differ from torch's: {', '.join(far)}"
-
-
-@both_worlds
-def test_each_layer_is_torchs(name, size):
-    check_layers(name, size)
+    far = [what for what, error in found.items() if not error < 1e-12]
+    assert not far, f"differ from torch's: {', '.join(far)}"
 
 
 # ---- any module ----
@@ -171,12 +161,6 @@ def check_net(name, size=3, late=False):
     assert all(other == (error, weight) for other in others), "ranks differ in what all of them have"
 
 
-@both_worlds
-def test_any_module_trains_from_rank_0s_weights(name, size):
-    check_net(name, size)
-    check_net(name, size, late=True)
-
-
 def against_torch(name):
     """On a rank: how far torch's own tensor parallelism is from the lesson, in weights, after three steps."""
     from torch.distributed.tensor import Shard
@@ -209,12 +193,17 @@ def test_weights_are_those_of_torchs_own_tensor_parallelism(name):
     assert max(world(2).run(against_torch, name)) < 1e-12
 
 
+SAID = {"tensor_parallel": ["nothing", "head is tied to a planned layer: plan it, too"]}
+SAID["sequence_parallel"] = ["qkv.weight would see T/N tokens: plan its layer", "nothing"]
+
+
 class Conv1D(nn.Linear):
     """As a linear layer, but its weight is (inputs, outputs)."""
 
 
-def said(name):
-    """On a rank: what is said of plans that cannot be."""
+@on_ranks(2)
+def check_said(name):
+    """What is said of plans that cannot be."""
     lesson = load(name)
     column = (lesson.column_parallel, 0, 1)
     answers = []
@@ -229,22 +218,20 @@ def said(name):
             answers.append("nothing")
         except (AssertionError, RuntimeError) as error:
             answers.append(str(error))
-    return answers
+    other, odd, *part_and_tied = answers
+    assert other == "0 is no nn.Linear or nn.Embedding", f"of another layer: {other}"
+    assert "don't multiply up to the size of dim 0 (9)" in odd, f"of 9 features: {odd}"
+    assert part_and_tied == SAID[Path(name).stem], f"of parts of blocks and ties: {part_and_tied}"
 
 
-SAID = {"tensor_parallel": ["nothing", "head is tied to a planned layer: plan it, too"]}
-SAID["sequence_parallel"] = ["qkv.weight would see T/N tokens: plan its layer", "nothing"]
+ORDER = {"tensor_parallel": "matmul, start all_reduce, matmul, end all_reduce"}
+ORDER["sequence_parallel"] = "start all_gather, matmul, start all_to_all_single, end all_gather, matmul, "
+ORDER["sequence_parallel"] += "end all_to_all_single"
 
 
-def check_said(name):
-    for other, odd, *part_and_tied in world(2).run(said, name):
-        assert other == "0 is no nn.Linear or nn.Embedding", f"of another layer: {other}"
-        assert "don't multiply up to the size of dim 0 (9)" in odd, f"of 9 features: {odd}"
-        assert part_and_tied == SAID[Path(name).stem], f"of parts of blocks and ties: {part_and_tied}"
-
-
-def events(name):
-    """On a rank: what starts, is computed and is waited for in the backward of a column-parallel layer."""
+@on_ranks(2)
+def check_order(name):
+    """What starts, is computed and is waited for in the backward of a column-parallel layer."""
     lesson = load(name)
     model = nn.Sequential(nn.Linear(8, 8))
     wrap(lesson, model, {"0": (lesson.column_parallel, 0, 1)})
@@ -266,17 +253,7 @@ def events(name):
 
     with Watch():
         y.sum().backward()
-    return ", ".join(log)
-
-
-ORDER = {"tensor_parallel": "matmul, start all_reduce, matmul, end all_reduce"}
-ORDER["sequence_parallel"] = "start all_gather, matmul, start all_to_all_single, end all_gather, matmul, "
-ORDER["sequence_parallel"] += "end all_to_all_single"
-
-
-@both
-def test_backward_computes_while_collectives_run(name):
-    assert set(world(2).run(events, name)) == {ORDER[name]}
+    assert ", ".join(log) == ORDER[Path(name).stem], f"another order: {log}"
 
 
 def of_a_layer(name, what, **letters):
@@ -303,6 +280,11 @@ def test_a_layer_keeps_and_sends_what_the_papers_say(name, ranks):
         assert of_a_layer(name, what, **letters) == half * times
 
 
+WORLDS = (1, 2, 3, 4)
+CHECKS = [partial(check_net, size=size, late=late) for size in WORLDS for late in (False, True)]
+test_each_layer_is_torchs = holds(BOTH, *(partial(check_layers, size=size) for size in WORLDS))
+test_any_module_trains_from_rank_0s_weights = holds(BOTH, *CHECKS)
+test_backward_computes_while_collectives_run = holds(BOTH, check_order)
 test_a_plan_that_cannot_be_is_refused_in_one_line = holds(BOTH, check_said)
 # ---- mutants ----
 

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from unittest import mock
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import TINY, apart, holds, load, mutants, train, world
+from tests.harness import TINY, apart, holds, load, mutants, on_ranks, train, world
 
 
 class Odd(nn.Module):
@@ -35,8 +36,9 @@ class Odd(nn.Module):
         return self.last(self.first(x) * self.frozen + y)
 
 
-def run_odd(name, replicas, rows):
-    """On a rank: how far outputs and gradients are from those without replicas; calls, as a buffer says."""
+@on_ranks(1)
+def check_odd(name, replicas=4, rows=5):
+    """Outputs and gradients are those without replicas."""
     torch.manual_seed(0)
     module = Odd().double()
     x, y = torch.randn(2, rows, 3).double()
@@ -47,14 +49,9 @@ def run_odd(name, replicas, rows):
     output.square().mean().backward()
     found = [output.detach(), *(param.grad for param in learned)]
     assert module.unused.grad is None and module.frozen.grad is None, "a gradient out of nothing"
-    return max(apart(one, other) for one, other in zip(found, expected)), module.calls.item()
-
-
-def check_odd(name):
-    for replicas, rows in ((1, 3), (2, 6), (3, 5), (4, 5)):
-        worst, calls = world(1).run(run_odd, name, replicas, rows)[0]
-        assert worst < 1e-12, "outputs or gradients differ"
-        assert calls == 3, "the module's buffer is not the first replica's"
+    worst = max(apart(one, other) for one, other in zip(found, expected))
+    assert worst < 1e-12, "outputs or gradients differ"
+    assert module.calls == 3, "the module's buffer is not the first replica's"
 
 
 class Meeting(nn.Module):
@@ -104,8 +101,9 @@ class Failing(nn.Module):
         return y
 
 
-def fail(name):
-    """On a rank: errors that reached the caller, with the replicas finished by then; the gradient."""
+@on_ranks(1)
+def check_failing(name):
+    """An error reaches the caller when the other replicas have finished, and there is no gradient."""
     module = Failing()
     dp = load(name).DP(module, ["cpu"] * 3)
     errors = []
@@ -114,26 +112,19 @@ def fail(name):
             dp(torch.tensor([1, bad, 4])).sum().backward()
         except KeyError as error:
             errors.append((str(error), len(module.finished)))
-    return errors, module.weight.grad
+    assert errors == [("'forward'", 2), ("'backward'", 5)], "the caller goes on while replicas run"
+    assert module.weight.grad is None
 
 
-def check_failing(name):
-    found = world(1).run(fail, name)[0]
-    assert found == ([("'forward'", 2), ("'backward'", 5)], None), "the caller goes on while replicas run"
-
-
-def lifetimes(name):
-    """On a rank: replicas alive before and after a backward whose loss is kept."""
+@on_ranks(1)
+def check_lifetimes(name):
+    """Replicas are freed in backward, though the loss is kept."""
     alive = weakref.WeakSet()
     module = nn.Linear(2, 2)
     module.register_forward_hook(lambda replica, *_: alive.add(replica))
     dp = load(name).DP(module, ["cpu"] * 3)
     loss = dp(torch.ones(6, 2)).sum()
-    return len(alive), loss.backward(), len(alive)
-
-
-def check_lifetimes(name):
-    assert world(1).run(lifetimes, name)[0] == (3, None, 0), "replicas outlive their backward"
+    assert (len(alive), loss.backward(), len(alive)) == (3, None, 0), "replicas outlive their backward"
 
 
 def check_bytes(name):
@@ -166,20 +157,18 @@ def push_one(server, worker, replica, step=0, share=0, meanwhile=time.time):
     server.push(worker, replica, version, 0.0)
 
 
-def push_a_lot(name, mode):
-    """On a rank: the weight after 600 pushes, updates, and pushes whose age is known."""
-    server = serve(load(name), 6, mode, push_one, 100, staleness=1)
-    return server.module.weight.item(), server.version, sum(server.ages.values())
-
-
+@on_ranks(1)
 def check_no_push_lost(name):
-    assert world(1).run(push_a_lot, name, "bsp")[0] == (100, 100, 600), "bsp: not the mean of all pushes"
-    for mode in ("asp", "ssp"):
-        assert world(1).run(push_a_lot, name, mode)[0] == (600, 600, 600), f"{mode}: pushes are lost"
+    """Of 600; in bsp an update is the mean of six."""
+    for mode, updates in ("bsp", 100), ("asp", 600), ("ssp", 600):
+        server = serve(load(name), 6, mode, push_one, 100, staleness=1)
+        found = server.module.weight.item(), server.version, sum(server.ages.values())
+        assert found == (updates, updates, 600), f"{mode}: pushes are lost"
 
 
-def race(name, staleness):
-    """On a rank: of 4 workers of random speed, the furthest that one began ahead, and the oldest push."""
+@on_ranks(1)
+def check_bound(name, staleness=1):
+    """Of 4 workers of random speed none begins further ahead, and no push is older."""
     naps = np.random.default_rng(staleness).exponential(0.001, (30, 4)) * [1, 1, 1, 6]
     ahead = []
 
@@ -189,14 +178,8 @@ def race(name, staleness):
         push_one(server, worker, replica, meanwhile=lambda: time.sleep(naps[step - 1, worker]))
 
     server = serve(load(name), 4, "ssp", task, 30, staleness)
-    return max(ahead), max(server.ages)
-
-
-def check_bound(name):
-    for bound in (0, 1, 3):
-        ahead, oldest = world(1).run(race, name, bound)[0]
-        assert ahead <= bound, f"a worker began {ahead} pushes ahead, not {bound}"
-        assert oldest <= 3 * (2 * bound + 1), f"a push was {oldest} updates old"
+    assert max(ahead) <= staleness, f"a worker began {max(ahead)} pushes ahead, not {staleness}"
+    assert max(server.ages) <= 3 * (2 * staleness + 1), f"a push was {max(server.ages)} updates old"
 
 
 def straggle(name, mode):
@@ -272,35 +255,23 @@ def check_broken(name):
     world(1).run(break_server, name, timeout=5)
 
 
-def naps(name):
-    """On a rank: seconds that each task was slowed by, and what was printed at the end."""
+@on_ranks(1)
+def check_slow(name):
     lesson = load(name)
     lesson.time = mock.Mock(perf_counter=time.perf_counter)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         lesson.train(lesson.parse(f"{TINY} --workers 2 --slow 1=3".split()))
-    return [call.args[0] for call in lesson.time.sleep.mock_calls], out.getvalue().splitlines()[-1]
+    slept = [call.args[0] > 0 for call in lesson.time.sleep.mock_calls]
+    assert (sum(slept), len(slept)) == (3, 6), "not one worker is slow"
+    assert out.getvalue().endswith("staleness of the pushes: {0: 6}\n"), "says something else"
 
 
-def check_slow(name):
-    slept, last = world(1).run(naps, name)[0]
-    slow = sum(seconds > 0 for seconds in slept)
-    assert (slow, len(slept), last) == (3, 6, "staleness of the pushes: {0: 6}"), "not one worker is slow"
-
-
-def check_learning(name):
-    """Each step draws new text, so its loss is of text that the weights have not seen."""
-    losses = {}
-    for mode in ("bsp", "asp", "ssp"):
-        result, _ = train(name, 3, f"{TINY} --steps 15 --lr 0.003 --mode {mode}")
-        losses[mode] = sum(result["losses"][-4:]) / 4
-    assert max(losses["asp"], losses["ssp"]) < losses["bsp"] + 0.1, f"stale updates learn less: {losses}"
-
-
-test_dp_threads_keeps_its_promises = holds(
-    "dp_threads", check_odd, check_meeting, check_failing, check_lifetimes, check_bytes
-)
-CHECKS = [check_no_push_lost, check_bound, check_straggler, check_losing, check_broken]
-test_dp_async_keeps_its_promises = holds("dp_async", *CHECKS, check_slow, check_learning, check_bytes)
+CHECKS = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5))]
+CHECKS += [check_meeting, check_failing, check_lifetimes, check_bytes]
+test_dp_threads_keeps_its_promises = holds("dp_threads", *CHECKS)
+CHECKS = [partial(check_bound, staleness=n) for n in (0, 1, 3)]
+CHECKS += [check_no_push_lost, check_straggler, check_losing, check_broken]
+test_dp_async_keeps_its_promises = holds("dp_async", *CHECKS, check_slow, check_bytes)
 THREADS_MUTANTS = [
     ("leaf = leaf.to(device, copy=True)", "pass", check_bytes, "another thread is read"),
     ("[None, *devices[1:]]", "devices", check_ledger, "parameters: +"),

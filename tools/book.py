@@ -231,7 +231,7 @@ def build(target):
     for name, text in results.items():
         write(f"results-{name}", "text.html", titles[name], text=prose(text))
     for name in LESSONS:
-        own = [each for each, text in results.items() if re.search(rf"^#.*\b{name}\.py", text, re.M)]
+        own = [each for each, text in results.items() if re.search(rf"^(# .*\b|## ){name}\.py", text, re.M)]
         write(name, "lesson.html", f"{name}.py", results=own, **lesson_page(name))
     for old, (new, why) in CHANGES.items():
         content = changes_page(old, new)

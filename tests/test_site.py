@@ -1,0 +1,129 @@
+"""The lessons as pages: what tools/book.py writes, as text and in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+
+import pytest
+
+from tests.harness import ROOT, load
+from tests.test_pipeline import in_flight
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site of a copy of the repository that has another zero2.py."""
+    copy = tmp_path_factory.mktemp("site") / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "site", "runs", "tests"))
+    source = (copy / "zero2.py").read_text()
+    (copy / "zero2.py").write_text(source.replace("shard of the sum", "shard of the edited sum"))
+    subprocess.run([sys.executable, "tools/book.py"], cwd=copy, check=True)
+    return copy / "docs/site"
+
+
+def text_of(html):
+    return unescape(re.sub(r"<[^>]*>", "", html))
+
+
+def squeezed(text):
+    return "".join(text.split())
+
+
+def docstring_and_code(site, name):
+    return (site.parents[1] / f"{name}.py").read_text().split('"""', 2)[1:]
+
+
+def test_a_page_has_its_lessons_words_and_code_as_they_are_now(site):
+    lessons = load("tools/book").LESSONS
+    assert len(lessons) == 20
+    for name in lessons:
+        docstring, code = docstring_and_code(site, name)
+        page = (site / f"{name}.html").read_text()
+        words = squeezed(text_of(page))
+        missing = [line for line in re.split(r" {2,}|\||\n", docstring) if squeezed(line) not in words]
+        assert not missing, f"{name}.html lacks {missing}"
+        shown = text_of("".join(re.findall(r"<pre[^>]*>(<i .*?)</pre>", page, re.S)))
+        assert squeezed(shown) == squeezed(code), f"{name}.html has other code"
+
+
+def test_a_difference_is_that_of_the_two_files(site):
+    for old, (new, _) in load("tools/book").CHANGES.items():
+        page = (site / f"{old}-{new}.html").read_text()
+        pieces = re.findall(r'<pre tabindex="0"(?: class="(\w+)")?[^>]*>\n(.*?)</pre>', page, re.S)
+        for name, other in ((old, "new"), (new, "old")):
+            found = text_of("".join(piece for side, piece in pieces if side != other))
+            docstring, code = docstring_and_code(site, name)
+            assert found == f'{code[1:]}"""{docstring}"""\n', f"{old}-{new}.html has another {name}.py"
+
+
+def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
+    pages = {path.name: path.read_text() for path in site.glob("*.html")}
+    for name, page in pages.items():
+        for kind, link in re.findall(r'(href|src)="([^"]*)"', page):
+            file, _, place = link.partition("#")
+            if kind == "src" or not re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}|data:,", link):
+                assert (site / (file or name)).is_file(), f"{name}: {link}"
+                assert not place or f'id="{place}"' in pages[file or name], f"{name}: {link}"
+    assert sum(path.stat().st_size for path in site.iterdir()) < 3e6
+
+
+def test_the_explorers_show_what_the_lessons_and_plan_py_compute(site):
+    data = (site / "explore-data.js").read_text()
+    schedules, memory = (json.loads(line.split(" = ")[1]) for line in data.splitlines())
+    for file, names in load("tools/book").SCHEDULES.items():
+        for key in (key for key in schedules if key.split()[0] in names):
+            name, stages, microbatches, chunks = key.split()
+            if int(microbatches) % int(stages) and name == "interleaved":
+                assert schedules[key] == "n_microbatches must be a multiple of n_stages"
+                continue
+            schedule = load(file).build_schedule(name, int(stages), int(microbatches), int(chunks))
+            assert schedules[key]["inFlight"] == list(map(in_flight, schedule)), key
+            idle = [-sum(map(int, re.findall(r" (-\d+)", words))) for words in schedules[key]["ranks"]]
+            busy = 3 * int(microbatches) * int(chunks)
+            assert abs(schedules[key]["idle"] - max(idle) / (busy + max(idle))) < 1e-4, (
+                f"{key}: not its bubble"
+            )
+    sums = [f"{sum(row[:3]) / 1e9:.3g} {row[3] / 1e9:.3g}" for row in memory["7.5b 64"]]
+    assert sums == ["120 29.5", "31.4 29.5", "16.6 29.5", "1.88 44.3"]  # ZeRO, Figure 1
+
+
+def test_who_holds_what_is_what_was_measured():
+    book = load("tools/book")
+    drawn = {"w": (0.97, 9), "c": (0.2, 0.4), "r": (0.2, 0.35), "m": (0.2, 0.35), "u": (0.35, 0.9)}
+    drawn |= {"y": (0.3, 0.5), "e": (1.2, 1.4), "h": (0, 0)}  # e: of experts, in a larger model
+    for name, (letters, _) in book.PICTURES.items():
+        ranks, _, *measured = book.MEASURED[name]
+        for letter, own, whole in zip(letters, measured[:3], book.MEASURED["single"][2:]):
+            held = 0 if own == "-" else float(own.split()[0]) / float(whole.split()[0])
+            held *= int(ranks) / 4 if letter == "c" else 1  # resume.py has run on 2
+            least, most = drawn[letter]
+            assert least <= held <= most, f"{name}: {held:.2f} of single.py's, drawn as {letter}"
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
+def test_in_a_browser_every_page_opens_and_every_control_changes_its_picture(site):
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        errors, grounds = [], set()
+        for width, scheme in ((1400, "light"), (390, "dark")):
+            page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
+            page.on("console", lambda message: errors.append(message.text))
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            for path in site.glob("*.html"):
+                page.goto(path.as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth") == width, f"{path} is wider"
+                assert not errors, f"{path}: {errors}"
+            grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            page.goto(f"{site.as_uri()}/explore.html")
+            for control in page.locator("select, input").all():  # the keys of selects are up and down
+                drawing = control.locator("xpath=ancestor::section").locator(".drawing")
+                before = drawing.inner_html()
+                control.press("ArrowRight" if control.get_attribute("type") else "ArrowDown")
+                assert drawing.inner_html() != before, f"{control} changes nothing"
+        assert len(grounds) == 2, "dark is as light"
+        page = browser.new_page(java_script_enabled=False)
+        page.goto(f"{site.as_uri()}/zero2.html")
+        assert page.inner_text("main").count("shard of the edited sum") == 2
