@@ -78,7 +78,7 @@ def sections(docstring):
 
 
 def kind(line, heading):
-    if heading == "Run":
+    if heading == "Run" or any("  " in cell.strip() for cell in line.split("|")[1:]):
         return "verbatim"
     if line.count("|") > 1:
         return "timeline"
