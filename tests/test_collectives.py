@@ -21,8 +21,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 CASES = [(length, torch.float32) for length in (0, 1, 2, 5, 1003)] + [(12, dtype) for dtype in DTYPES]
 
 
-def compare(name, cases, members):
-    """On a rank: hold each algorithm to the library, for these (length, dtype), in a group of these ranks."""
+@on_ranks(3)
+def check_equal(name, cases=CASES[-5:-4], members=None):
+    """Each algorithm is the library's, for these (length, dtype), in a group of these ranks."""
     lesson = load(name)
     group = dist.new_group(members)
     if members and dist.get_rank() not in members:
@@ -58,13 +59,9 @@ def compare(name, cases, members):
             assert torch.equal(own, expected), f"{each} of {length} {dtype}: not the library's"
 
 
-def check_equal(name, size=3, cases=CASES[-5:-4], members=None):
-    world(size).run(compare, name, cases, members)
-
-
 @pytest.mark.parametrize("size, members", [*enumerate([None] * 7), (5, [1, 3, 4])][1:])
 def test_every_algorithm_equals_the_librarys(size, members):
-    check_equal("collectives", size, CASES, members)
+    check_equal("collectives", CASES, members, size=size)
 
 
 check_four = partial(check_equal, size=4)

@@ -10,14 +10,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from test_all import check_ledger, check_parity, refused
-from tests.harness import apart, holds, load, mutants, on_ranks, world
+from tests.harness import apart, holds, load, mutants, on_ranks
 from tests.test_collectives import late_messages
 
 LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
 
 
-def attention(name, kind, order, heads, scale, dtype):
-    """On a rank: the largest differences of output and gradients of q, k, v from those on one device."""
+RING = {"kind": "ring", "order": "zigzag", "heads": (6, 2, 2)}
+
+
+@on_ranks(3)
+def check_attention(name, scale=1, dtype=torch.float64, limit=1e-12, **how):
+    """Output and gradients of q, k, v are those on one device."""
+    kind, order, heads = (RING | how).values()
     lesson, size = load(name), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     whole = [scale * torch.randn(2, number, 12 * size, 5, generator=generator) for number in heads]
@@ -38,15 +43,9 @@ def attention(name, kind, order, heads, scale, dtype):
         grads = torch.autograd.grad(out, own, lesson.shard_sequence(given.to(dtype), 2, order))
     assert all(x.dtype == dtype for x in (out, *grads)), "another dtype"
     expected = [lesson.shard_sequence(x.detach(), 2, order) for x in expected]
-    return [apart(x.detach(), y) / y.abs().max().item() for x, y in zip((out, *grads), expected)]
-
-
-def check_attention(
-    name, size=3, kind="ring", order="zigzag", heads=(6, 2, 2), scale=1, dtype=torch.float64, limit=1e-12
-):
-    for differences in world(size).run(attention, name, kind, order, heads, scale, dtype):
-        for what, difference in zip(("output", "dQ", "dK", "dV"), differences):
-            assert difference < limit, f"{what} differs by {difference:.1e}"
+    for what, x, y in zip(("output", "dQ", "dK", "dV"), (out, *grads), expected):
+        difference = apart(x.detach(), y) / y.abs().max().item()
+        assert difference < limit, f"{what} differs by {difference:.1e}"
 
 
 WAYS = [("ring", "zigzag"), ("ring", "contiguous"), ("ulysses", "contiguous")]
@@ -56,7 +55,7 @@ WAYS = [("ring", "zigzag"), ("ring", "contiguous"), ("ulysses", "contiguous")]
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_attention_is_that_of_one_device(size, kind, order):
     heads = (6, 2, 2) if kind == "ring" else (4 * size, 2 * size, 2 * size)
-    check_attention("context_parallel", size, kind, order, heads)
+    check_attention("context_parallel", kind=kind, order=order, heads=heads, size=size)
 
 
 @pytest.mark.parametrize("kind, order", WAYS)
@@ -72,8 +71,8 @@ def test_bytes_are_the_formulas(kind, order):
 
 
 def check_rounding(name):
-    check_attention(name, 4, scale=20, dtype=torch.float32, limit=1e-4)  # whose exponentials overflow
-    check_attention(name, 8, dtype=torch.bfloat16, limit=0.02)  # about a number's own error
+    check_attention(name, scale=20, dtype=torch.float32, limit=1e-4, size=4)  # whose exponentials overflow
+    check_attention(name, dtype=torch.bfloat16, limit=0.02, size=8)  # about a number's own error
 
 
 def work_of(name, size, order):

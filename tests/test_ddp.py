@@ -10,12 +10,13 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import apart, holds, load, mutants, on_ranks, world
+from tests.harness import apart, holds, load, mutants, on_ranks
 from tests.test_zero import Late, Odd, Wide, batches, train_plain
 
 
-def train_odd(name, late, options):
-    """On a rank: how far the weights of an Odd are from train_plain()'s after the same steps."""
+@on_ranks(3)
+def check_odd(name, late=False, **options):
+    """The weights of an Odd are train_plain()'s after the same steps."""
     torch.manual_seed(0)
     model = Odd().double()
     expected = train_plain(copy.deepcopy(model))
@@ -36,7 +37,7 @@ def train_odd(name, late, options):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return apart(model.state_dict(), expected)
+    assert apart(model.state_dict(), expected) < 1e-12, "weights differ"
 
 
 def late_all_reduce(tensor, group=None, async_op=False):
@@ -47,14 +48,10 @@ def late_all_reduce(tensor, group=None, async_op=False):
     return Late(work, tensor, result)
 
 
-def check_odd(name, size=3, late=False, **options):
-    assert max(world(size).run(train_odd, name, late, options)) < 1e-12, "weights differ"
-
-
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_any_module_trains_from_rank_0s_weights(size, options):
-    check_odd("ddp", size, **options)
+    check_odd("ddp", size=size, **options)
 
 
 @pytest.mark.parametrize("flags", ["--no-overlap", "--bucket-cap-mb 0", "--bucket-cap-mb 0.02"])

@@ -28,6 +28,10 @@ def text_of(html):
     return unescape(re.sub(r"<[^>]*>", "", html))
 
 
+def page_of(site, name):
+    return (site / f"{name}.html").read_text()
+
+
 def squeezed(text):
     return "".join(text.split())
 
@@ -36,27 +40,49 @@ def docstring_and_code(site, name):
     return (site.parents[1] / f"{name}.py").read_text().split('"""', 2)[1:]
 
 
-def test_a_page_has_its_lessons_words_and_code_as_they_are_now(site):
-    lessons = load("tools/book").LESSONS
+def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
+    readme, lessons = (ROOT / "README.md").read_text(), list(load("tools/book").LESSONS)
     assert len(lessons) == 20
     for name in lessons:
         docstring, code = docstring_and_code(site, name)
-        page = (site / f"{name}.html").read_text()
+        page = page_of(site, name)
         words = squeezed(text_of(page))
-        missing = [line for line in re.split(r" {2,}|\||\n", docstring) if squeezed(line) not in words]
+        expected = re.split(r" {2,}|\||\n", docstring)
+        cells = re.split(r" {2,}", re.findall(rf"^{name}  .*", readme, re.M)[-1])
+        measured = zip(("parameters", "gradients", "optimizer", "activations", "sent in a step"), cells[4:])
+        expected += [what + cell.replace("/", "") for what, cell in measured if cell != "-"]
+        expected += [f"loss {cells[2]}, {cells[9]} ms"]
+        peers = rf"^\| {name}\.py(.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$"
+        expected += [f"{row[1]}{row[0]}{row[2]}{row[3]}" for row in re.findall(peers, readme, re.M)]
+        missing = [text for text in expected if squeezed(text.replace("`", "")) not in words]
         assert not missing, f"{name}.html lacks {missing}"
         shown = text_of("".join(re.findall(r"<pre[^>]*>(<i .*?)</pre>", page, re.S)))
         assert squeezed(shown) == squeezed(code), f"{name}.html has other code"
+        lines = ["", *f'"""{docstring}"""{code}'.split("\n")]
+        for number, what in re.findall(r'href="#L(\d+)">(?:<code>)?([\w-]+)<', page):
+            assert what.replace("-", "_") in lines[int(number)], (
+                f"{name}.html: {what} is not in line {number}"
+            )
+        following = re.findall(r'rel="next" href="(\w+)', page)
+        assert following == lessons[lessons.index(name) + 1 :][:1], f"{name}.html leads to {following}"
+    marked = re.findall(r'class="sends"></i>.*?(\w+)\(', page_of(site, "zero2"))
+    assert marked == ["broadcast", "all_reduce", "all_gather", "all_reduce"]
 
 
 def test_a_difference_is_that_of_the_two_files(site):
     for old, (new, _) in load("tools/book").CHANGES.items():
-        page = (site / f"{old}-{new}.html").read_text()
+        page = page_of(site, f"{old}-{new}")
         pieces = re.findall(r'<pre(?: class="(\w+)")?[^>]*>\n(.*?)</pre>', page, re.S)
-        for name, other in ((old, "new"), (new, "old")):
+        equal = []
+        for name, other, changed in (
+            (old, "new", r"(\d+) lines of code go"),
+            (new, "old", r"go, (\d+) come"),
+        ):
             found = text_of("".join(piece for side, piece in pieces if side != other))
             docstring, code = docstring_and_code(site, name)
             assert found == f'{code[1:]}"""{docstring}"""\n', f"{old}-{new}.html has another {name}.py"
+            equal.append(code.count("\n") - 1 - int(re.search(changed, page)[1]))
+        assert equal[0] == equal[1] > 130, f"{old}-{new}.html counts other lines"
 
 
 def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
@@ -80,6 +106,9 @@ def test_the_explorers_show_what_the_lessons_and_plan_py_compute(site):
                 assert schedules[key] == "n_microbatches must be a multiple of n_stages"
                 continue
             schedule = load(file).build_schedule(name, int(stages), int(microbatches), int(chunks))
+            for words, actions in zip(schedules[key]["ranks"], schedule):
+                named = " ".join(f"{op}{k}.{stage // int(stages)}" for op, stage, k in actions)
+                assert re.sub(r"-\d+ ", "", words) == named.replace(".0", ""), key
             assert schedules[key]["inFlight"] == list(map(in_flight, schedule)), key
             idle = [-sum(map(int, re.findall(r" (-\d+)", words))) for words in schedules[key]["ranks"]]
             busy = 3 * int(microbatches) * int(chunks)

@@ -15,7 +15,7 @@ from tests.test_zero import STAGES, check_odd, wrap
 
 
 def check_late(name):
-    check_odd(name, 2, None, True)
+    check_odd(name, None, True, size=2)
 
 
 @pytest.mark.parametrize("flags", ["--prefetch 0", "--prefetch 2", "--prefetch 7", "--no-reshard"])
