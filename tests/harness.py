@@ -193,14 +193,14 @@ def rejects(check, reason, name, old, new, tmp_path):
         raise AssertionError(f"nothing noticed that {old!r} became {new!r}")
 
 
-def on_ranks(size):
+def on_ranks(size, timeout=60):
     """Make a check of a function of a lesson's name that asserts on each of so many ranks."""
 
     def decorate(function):
         @functools.wraps(function)
         def check(name, *arguments, size=size, **options):
             here = functools.partial(inner, function.__module__, function.__name__)
-            return world(size).run(functools.partial(here, name, *arguments, **options))
+            return world(size).run(functools.partial(here, name, *arguments, **options), timeout=timeout)
 
         return check
 

@@ -12,6 +12,11 @@ import pytest
 from tests.harness import ROOT, load
 from tests.test_pipeline import in_flight
 
+SAID = ["1f1b: 27.3 % idle; in flight on ranks 0 to 3: 4, 3, 2, 1"]  # 3 of 8 + 3
+SAID += [
+    "A rank holds 15 + 0.234 + 1.41 GB of parameters, gradients and optimizer, and sends 29.5 GB in a step."
+]
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
@@ -28,10 +33,6 @@ def text_of(html):
     return unescape(re.sub(r"<[^>]*>", "", html))
 
 
-def page_of(site, name):
-    return (site / f"{name}.html").read_text()
-
-
 def squeezed(text):
     return "".join(text.split())
 
@@ -45,7 +46,7 @@ def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
     assert len(lessons) == 20
     for name in lessons:
         docstring, code = docstring_and_code(site, name)
-        page = page_of(site, name)
+        page = (site / f"{name}.html").read_text()
         words = squeezed(text_of(page))
         expected = re.split(r" {2,}|\||\n", docstring)
         cells = re.split(r" {2,}", re.findall(rf"^{name}  .*", readme, re.M)[-1])
@@ -65,13 +66,13 @@ def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
             )
         following = re.findall(r'rel="next" href="(\w+)', page)
         assert following == lessons[lessons.index(name) + 1 :][:1], f"{name}.html leads to {following}"
-    marked = re.findall(r'class="sends"></i>.*?(\w+)\(', page_of(site, "zero2"))
+    marked = re.findall(r'class="sends"></i>.*?(\w+)\(', (site / "zero2.html").read_text())
     assert marked == ["broadcast", "all_reduce", "all_gather", "all_reduce"]
 
 
 def test_a_difference_is_that_of_the_two_files(site):
     for old, (new, _) in load("tools/book").CHANGES.items():
-        page = page_of(site, f"{old}-{new}")
+        page = (site / f"{old}-{new}.html").read_text()
         pieces = re.findall(r'<pre(?: class="(\w+)")?[^>]*>\n(.*?)</pre>', page, re.S)
         equal = []
         for name, other, changed in (
@@ -147,11 +148,16 @@ def test_in_a_browser_every_page_opens_and_every_control_changes_its_picture(sit
                 assert not errors, f"{path}: {errors}"
             grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
             page.goto(f"{site.as_uri()}/explore.html")
+            assert page.locator(".says").all_inner_texts() == SAID
+            drawn = [page.locator(f"#schedules .drawing .{what}").count() for what in "FBW"]
+            width = page.locator("#schedules svg").get_attribute("width")
+            assert drawn == [32, 32, 0] and width == "852", "another picture"  # 33 units, 4 in flight
             for control in page.locator("select, input").all():  # the keys of selects are up and down
                 drawing = control.locator("xpath=ancestor::section").locator(".drawing")
                 before = drawing.inner_html()
                 control.press("ArrowRight" if control.get_attribute("type") else "ArrowDown")
                 assert drawing.inner_html() != before, f"{control} changes nothing"
+                assert not errors, f"{control}: {errors}"
         assert len(grounds) == 2, "dark is as light"
         page = browser.new_page(java_script_enabled=False)
         page.goto(f"{site.as_uri()}/zero2.html")

@@ -70,16 +70,17 @@ class Meeting(nn.Module):
 
 
 def meet(name, threads, seconds):
-    """On a rank: whether three replicas meet."""
+    """Whether three replicas meet."""
     with contextlib.suppress(threading.BrokenBarrierError):
         load(name).DP(Meeting(seconds), ["cpu"] * 3, threads)(torch.ones(6, 3)).sum().backward()
         return True
     return False
 
 
+@on_ranks(1)
 def check_meeting(name):
-    assert world(1).run(meet, name, True, 4)[0], "replicas are not at work at once"
-    assert not world(1).run(meet, name, False, 0.1)[0], "replicas are at work at once with --no-threads"
+    assert meet(name, True, 4), "replicas are not at work at once"
+    assert not meet(name, False, 0.1), "replicas are at work at once with --no-threads"
 
 
 class Failing(nn.Module):
@@ -243,16 +244,13 @@ def check_losing(name):
     assert "out of order" in error and said.count("failed") == 3, "no worker is left, and no error raised"
 
 
-def break_server(name):
-    """On a rank: an update fails, and the workers end."""
+@on_ranks(1, timeout=5)
+def check_broken(name):
+    """An update fails, and the workers end."""
     lesson = load(name)
     lesson.Server.apply = lambda *_: {}["no such update"]
     with pytest.raises(KeyError):
         serve(lesson, 3, "asp", push_one, 5)
-
-
-def check_broken(name):
-    world(1).run(break_server, name, timeout=5)
 
 
 @on_ranks(1)

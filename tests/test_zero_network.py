@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from test_all import check_ledger, check_parity
-from tests.harness import holds, load, mutants, on_ranks, world
+from tests.harness import holds, load, mutants, on_ranks
 from tests.test_zero import STAGES, check_odd, wrap
 
 
@@ -45,8 +45,9 @@ class Chain(nn.Module):
         return x
 
 
-def events(name, options):
-    """On a rank: what computes and what starts and ends on the network in a second step, in order."""
+@on_ranks(2)
+def check_timeline(name, timeline=None, **options):
+    """What computes and what starts and ends on the network in a second step, in order."""
     log = []
     _, zero = wrap(name, Chain(log), nn.Sequential, **options)
     optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
@@ -62,7 +63,8 @@ def events(name, options):
         zero(torch.randn(2, 4)).sum().backward()
         zero.clip_grad_norm_(1.0)
         optimizer.step()
-    return log
+    expected = TIMELINES[timeline or Path(name).stem].replace("\n", " ")
+    assert log == re.split(r",\s+", expected.strip()), f"another order: {', '.join(log)}"
 
 
 def noting(log, event, unit, method):
@@ -99,15 +101,9 @@ TIMELINES = {  # the root is 0; the docstrings draw the same
 TIMELINES["zero1"] = TIMELINES["zero2"]
 
 
-def check_timeline(name, options=(), timeline=None):
-    for log in world(2).run(events, name, dict(options)):
-        expected = TIMELINES[timeline or Path(name).stem].replace("\n", " ")
-        assert log == re.split(r",\s+", expected.strip()), f"another order: {', '.join(log)}"
-
-
 def test_zero3_prefetches_one_unit_unless_told_otherwise():
     assert load("zero3").parse([]).prefetch == 1
-    check_timeline("zero3", {"prefetch": 0}, "zero3 on demand")
+    check_timeline("zero3", "zero3 on demand", prefetch=0)
 
 
 @on_ranks(2)

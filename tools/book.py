@@ -11,12 +11,12 @@ tools/pages. All but the explorers works without JavaScript.
 import ast
 import difflib
 import importlib
-import itertools
 import json
 import re
 import shutil
 import sys
-from itertools import groupby, pairwise
+from functools import partial
+from itertools import groupby, pairwise, product
 from pathlib import Path
 
 import jinja2
@@ -46,7 +46,8 @@ CHANGES = rows(r"diff (\w+)\.py (\w+)\.py *#? ?(.*)")  # {old: [new, why]}
 MEASURED = rows(r"(\w+) +(\d+) +([\d.]+) +\S+" + r" +(\S+ / \S+|-)" * 5 + r" +([\d.]+)  .*")
 PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_text())
 PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", README, re.M)
-SENDS = re.compile(r"\bdist\.(all_|broadcast|i?send|i?recv|batch)|\ball_gather\(|else reduce_scatter$")
+# A line of HTML that communicates: no docstring (sd), nor one that only names a function
+SENDS = re.compile(r'(?!.*(?:"sd"|getattr)).*\b(?:dist\.(?:all_|broadcast|i?send|i?recv|batch)|all_gather\()')
 CALLS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send")
 
 
@@ -73,14 +74,15 @@ def sections(docstring):
     """(heading, remark, [(kind, lines)]) of each section of a lesson's docstring."""
     found = re.split(r"^(Idea|Memory|Communication|Costs|Run|Left out)(.*)$", docstring, flags=re.M)[1:]
     for heading, remark, body in zip(found[::3], found[1::3], found[2::3]):
-        kinds = groupby(body.strip("\n").split("\n"), lambda line, heading=heading: kind(line[4:], heading))
-        yield heading, remark.strip(), [(name, [line[4:] for line in lines]) for name, lines in kinds]
+        lines = [line[4:] for line in body.strip("\n").split("\n")]
+        blocks = [(name, list(own)) for name, own in groupby(lines, partial(kind, heading))]
+        yield heading, remark.strip(), blocks
 
 
-def kind(line, heading):
-    if heading == "Run" or any("  " in cell.strip() for cell in line.split("|")[1:]):
+def kind(heading, line):
+    if heading == "Run":
         return "verbatim"
-    if line.count("|") > 1:
+    if line.count("|") > 2:
         return "timeline"
     if "  " not in line:
         return "prose"
@@ -157,7 +159,7 @@ def explored(lesson, name, stages, microbatches, chunks):
             alive.append(alive[-1] + (op == "F") - (op == last))
         ranks.append(" ".join(words).replace(".0", ""))
         in_flight.append(max(alive))
-    return {"idle": round(lesson.bubble_rate(schedule, 1, 1, 1), 4), "inFlight": in_flight, "ranks": ranks}
+    return {"idle": round(lesson.bubble_rate(schedule, 1, 1, 1), 6), "inFlight": in_flight, "ranks": ranks}
 
 
 def explorer_data():
@@ -165,10 +167,10 @@ def explorer_data():
     schedules, memory, plan = {}, {}, importlib.import_module("plan")
     for file, names in SCHEDULES.items():
         lesson = importlib.import_module(file)
-        for choice in itertools.product(names, STAGES, MICROBATCHES, CHUNKS):
+        for choice in product(names, STAGES, MICROBATCHES, CHUNKS):
             if (choice[0] == "interleaved") == (choice[-1] > 1):
                 schedules[" ".join(map(str, choice))] = explored(lesson, *choice)
-    for model, gpus in itertools.product(MODELS, GPUS):
+    for model, gpus in product(MODELS, GPUS):
         size = plan.number(model), gpus
         memory[f"{model} {gpus}"] = [[*plan.states(i, *size).values(), plan.wire(i, *size)] for i in range(4)]
     return f"const SCHEDULES = {json.dumps(schedules)}\nconst MEMORY = {json.dumps(memory)}\n"
@@ -180,22 +182,24 @@ def explorer_data():
 def lesson_page(name):
     """What lesson.html needs to know of a lesson."""
     source = (ROOT / f"{name}.py").read_text()
-    lines, tree, order = source.split("\n"), ast.parse(source), [None, *LESSONS, None]
+    tree = ast.parse(source)
     says, _, docstring = ast.get_docstring(tree).partition("\n")
     defined = [each for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef)]
-    sends = [i for i, line in enumerate(lines, 1) if SENDS.search(line) and "getattr" not in line]
-    calls = {what: i for i in reversed(sends) for what in CALLS if what.replace("-", "_") in lines[i - 1]}
+    html = code_lines(source)
+    sends = [i for i, line in enumerate(html, 1) if SENDS.match(line)]
+    order = sorted(sends, key=lambda i: ("grad" in html[i - 1], -i))  # the first one, if of gradients, wins
+    calls = {}
+    for i, what in product(order, CALLS):
+        if re.search(what.replace("-", "_") + "(?!er|_o)", html[i - 1]):
+            calls[what] = i
     return {
         "says": says,
         "sections": sections(docstring),
-        "lines": code_lines(source),
+        "lines": html,
         "parts": list(cut(source)),
         "sends": sends,
-        "calls": calls,  # {a name in Costs: the line that does it}
+        "calls": calls,
         "outline": [(each.name, ast.get_docstring(each) or "", each.lineno) for each in defined],
-        "before": order[order.index(name) - 1],
-        "after": order[order.index(name) + 1],
-        "peers": [row for row in PEERS if row[0].startswith(f"{name}.py")],
     }
 
 

@@ -166,8 +166,7 @@ def starts(schedule, next_stage, length):
                 arrived = finished.get((op, source, k)) if 0 <= source <= last_stage else 0
                 if arrived is None:
                     break
-                before = row[-1][1] if row else None
-                row.append((max(arrived, finished.get(before, 0)), action))
+                row.append((max(arrived, finished[row[-1][1]] if row else 0), action))
                 finished[action] = row[-1][0] + length[op]
     return rows
 

@@ -64,7 +64,7 @@ function drawMemory(section) {
   show(section, says, svg(690, 134, bars.join("")));
 }
 
-const giga = (bytes) => String(Number((bytes / 1e9).toPrecision(3)));
+const giga = (bytes) => (bytes >= 999.5e9 ? (bytes / 1e9).toFixed(0) : String(Number((bytes / 1e9).toPrecision(3))));
 const svg = (width, height, inside) =>
   `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img" aria-label="The picture of what is said above">${inside}</svg>`;
 
@@ -76,7 +76,11 @@ function show(section, says, drawing) {
 for (const [id, draw] of [["schedules", drawSchedule], ["memory", drawMemory]]) {
   const section = document.getElementById(id);
   const update = () => {
-    for (const output of section.querySelectorAll("output")) output.textContent = valueOf(output.htmlFor.value);
+    for (const shown of section.querySelectorAll("label b")) {
+      const id = shown.parentElement.htmlFor;
+      shown.textContent = valueOf(id);
+      document.getElementById(id).setAttribute("aria-valuetext", valueOf(id));
+    }
     draw(section);
   };
   section.addEventListener("input", update);
