@@ -24,7 +24,7 @@ def site(tmp_path_factory):
     copy = tmp_path_factory.mktemp("site") / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "site", "runs", "tests"))
     source = (copy / "zero2.py").read_text()
-    (copy / "zero2.py").write_text(source.replace("shard of the sum", "shard of the edited sum"))
+    (copy / "zero2.py").write_text(source.replace("shard of the sum", "shard of the <edited> & sum"))
     subprocess.run([sys.executable, "tools/book.py"], cwd=copy, check=True)
     return copy / "docs/site"
 
@@ -161,4 +161,4 @@ def test_in_a_browser_every_page_opens_and_every_control_changes_its_picture(sit
         assert len(grounds) == 2, "dark is as light"
         page = browser.new_page(java_script_enabled=False)
         page.goto(f"{site.as_uri()}/zero2.html")
-        assert page.inner_text("main").count("shard of the edited sum") == 2
+        assert page.inner_text("main").count("shard of the <edited> & sum") == 2

@@ -28,7 +28,7 @@ function drawSchedule(section) {
       now += width;
       const fade = 1 - 0.25 * (chunk || 0);
       return `<rect class="${word[0]}" x="${x}" y="${26 * rank}" width="${22 * width - 1}" height="22" fill-opacity="${fade}"/>` +
-        `<text class="on" x="${x + 11 * width}" y="${26 * rank + 15}">${microbatch}</text>`;
+        `<text class="on${chunk > 1 ? " pale" : ""}" x="${x + 11 * width}" y="${26 * rank + 15}">${microbatch}</text>`;
     });
     ends.push(now);
     return `<text x="0" y="${26 * rank + 15}">rank ${rank}</text>${drawn.join("")}`;
