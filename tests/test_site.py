@@ -54,7 +54,8 @@ def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
         expected += [what + cell.replace("/", "") for what, cell in measured if cell != "-"]
         expected += [f"loss {cells[2]}, {cells[9]} ms"]
         peers = rf"^\| {name}\.py(.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$"
-        expected += [f"{row[1]}{row[0]}{row[2]}{row[3]}" for row in re.findall(peers, readme, re.M)]
+        for which, peer, one, two in re.findall(peers, readme, re.M):
+            expected.append(f"{peer}({which[2:]}){one}{two}".replace("()", ""))
         missing = [text for text in expected if squeezed(text.replace("`", "")) not in words]
         assert not missing, f"{name}.html lacks {missing}"
         shown = text_of("".join(re.findall(r"<pre[^>]*>(<i .*?)</pre>", page, re.S)))
@@ -67,7 +68,7 @@ def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
         following = re.findall(r'rel="next" href="(\w+)', page)
         assert following == lessons[lessons.index(name) + 1 :][:1], f"{name}.html leads to {following}"
     marked = re.findall(r'class="sends"></i>.*?(\w+)\(', (site / "zero2.html").read_text())
-    assert marked == ["broadcast", "all_reduce", "all_gather", "all_reduce"]
+    assert marked == ["broadcast", "all_reduce", "all_gather", "collective", "all_reduce"]
 
 
 def test_a_difference_is_that_of_the_two_files(site):
@@ -109,10 +110,10 @@ def test_the_explorers_show_what_the_lessons_and_plan_py_compute(site):
             schedule = load(file).build_schedule(name, int(stages), int(microbatches), int(chunks))
             for words, actions in zip(schedules[key]["ranks"], schedule):
                 named = " ".join(f"{op}{k}.{stage // int(stages)}" for op, stage, k in actions)
-                assert re.sub(r"-\d+ ", "", words) == named.replace(".0", ""), key
+                assert re.sub(r"-\S+ ", "", words) == re.sub(r"\.0\b", "", named), key
             assert schedules[key]["inFlight"] == list(map(in_flight, schedule)), key
-            idle = [-sum(map(int, re.findall(r" (-\d+)", words))) for words in schedules[key]["ranks"]]
-            busy = 3 * int(microbatches) * int(chunks)
+            idle = [-sum(map(float, re.findall(r" (-\S+)", words))) for words in schedules[key]["ranks"]]
+            busy = 3 * int(microbatches)
             assert abs(schedules[key]["idle"] - max(idle) / (busy + max(idle))) < 1e-4, (
                 f"{key}: not its bubble"
             )
@@ -122,13 +123,13 @@ def test_the_explorers_show_what_the_lessons_and_plan_py_compute(site):
 
 def test_who_holds_what_is_what_was_measured():
     book = load("tools/book")
-    drawn = {"w": (0.97, 9), "c": (0.2, 0.4), "r": (0.2, 0.35), "m": (0.2, 0.35), "u": (0.35, 0.9)}
+    drawn = {"w": (0.97, 9), "c": (0.2, 0.4), "r": (0.2, 0.4), "m": (0.2, 0.35), "u": (0.35, 0.9)}
     drawn |= {"y": (0.3, 0.5), "e": (1.2, 1.4), "h": (0, 0)}  # e: of experts, in a larger model
     for name, (letters, _) in book.PICTURES.items():
         ranks, _, *measured = book.MEASURED[name]
         for letter, own, whole in zip(letters, measured[:3], book.MEASURED["single"][2:]):
             held = 0 if own == "-" else float(own.split()[0]) / float(whole.split()[0])
-            held *= int(ranks) / 4 if letter == "c" else 1  # resume.py has run on 2
+            held *= int(ranks) / 4 if letter in "cr" else 1  # resume.py has run on 2
             least, most = drawn[letter]
             assert least <= held <= most, f"{name}: {held:.2f} of single.py's, drawn as {letter}"
 
@@ -150,8 +151,7 @@ def test_in_a_browser_every_page_opens_and_every_control_changes_its_picture(sit
             page.goto(f"{site.as_uri()}/explore.html")
             assert page.locator(".says").all_inner_texts() == SAID
             drawn = [page.locator(f"#schedules .drawing .{what}").count() for what in "FBW"]
-            width = page.locator("#schedules svg").get_attribute("width")
-            assert drawn == [32, 32, 0] and width == "852", "another picture"  # 33 units, 4 in flight
+            assert drawn == [32, 32, 0], "another picture"
             for control in page.locator("select, input").all():  # the keys of selects are up and down
                 drawing = control.locator("xpath=ancestor::section").locator(".drawing")
                 before = drawing.inner_html()

@@ -46,8 +46,8 @@ CHANGES = rows(r"diff (\w+)\.py (\w+)\.py *#? ?(.*)")  # {old: [new, why]}
 MEASURED = rows(r"(\w+) +(\d+) +([\d.]+) +\S+" + r" +(\S+ / \S+|-)" * 5 + r" +([\d.]+)  .*")
 PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_text())
 PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", README, re.M)
-# A line of HTML that communicates: no docstring (sd), nor one that only names a function
-SENDS = re.compile(r'(?!.*(?:"sd"|getattr)).*\b(?:dist\.(?:all_|broadcast|i?send|i?recv|batch)|all_gather\()')
+SENT = r"\b(dist\.(all_|broadcast|i?send|i?recv)|all_gather\(|collective\()"
+SENDS = re.compile(f'(?!.*("sd"|getattr)).*{SENT}')  # in HTML; not in a docstring (sd)
 CALLS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send")
 
 
@@ -149,15 +149,15 @@ def explored(lesson, name, stages, microbatches, chunks):
     except AssertionError as error:
         return str(error)
     last = schedule[0][-1].op  # which frees a microbatch's activations
-    length = {"F": 1, "B": 1 if last == "W" else 2, "W": 1}
+    length = {"F": 1 / chunks, "B": (1 if last == "W" else 2) / chunks, "W": 1}
     ranks, in_flight = [], []
     for row in starts(schedule, lesson.NEXT, length):
         words, now, alive = [], 0, [0]
         for begin, (op, stage, k) in row:
-            words += [f"{now - begin}"] * (begin > now) + [f"{op}{k}.{stage // stages}"]
+            words += [f"{now - begin:.6g}"] * (begin - now > 1e-9) + [f"{op}{k}.{stage // stages}"]
             now = begin + length[op]
             alive.append(alive[-1] + (op == "F") - (op == last))
-        ranks.append(" ".join(words).replace(".0", ""))
+        ranks.append(" ".join(words).replace(".0 ", " ").removesuffix(".0"))
         in_flight.append(max(alive))
     return {"idle": round(lesson.bubble_rate(schedule, 1, 1, 1), 6), "inFlight": in_flight, "ranks": ranks}
 

@@ -175,7 +175,8 @@ def schedule(lesson, name, n_ranks, n_microbatches, target):
     """When each rank does what, if a forward, a B and a W take equally long and messages no time."""
     actions = lesson.build_schedule(name, n_ranks, n_microbatches)
     split = any(action.op == "W" for action in actions[0])
-    length = {"F": 1, "B": 1 if split else 2, "W": 1}
+    chunks = (1 + max(action.stage for action in actions[-1])) // n_ranks
+    length = {"F": 1 / chunks, "B": (1 if split else 2) / chunks, "W": 1}
     colors = dict(zip("FBW", COLORS.values()))
     rows = {}
     for rank, begun in enumerate(starts(actions, lesson.NEXT, length)):

@@ -10,48 +10,48 @@ function drawSchedule(section) {
   const [name, stages, microbatches] = ["schedule", "stages", "microbatches"].map(valueOf);
   const interleaved = name === "interleaved";
   document.getElementById("chunks").disabled = !interleaved;
-  const found = SCHEDULES[[name, stages, microbatches, interleaved ? valueOf("chunks") : 1].join(" ")];
+  const chunks = interleaved ? Number(valueOf("chunks")) : 1;
+  const found = SCHEDULES[[name, stages, microbatches, chunks].join(" ")];
   if (typeof found === "string") return show(section, `Refused: ${found}.`, "");
   const whole = found.ranks[0].includes("W") ? 1 : 2; // how long B takes
-  const ends = [];
-  const bars = found.ranks.map((actions, rank) => {
+  const bars = found.ranks.map((actions) => {
     let now = 0;
-    const drawn = actions.split(" ").map((word) => {
-      if (word[0] === "-") {
-        const x = 70 + 22 * now;
-        now -= Number(word);
-        return now > -word ? `<rect class="idle" x="${x}" y="${26 * rank}" width="${-22 * word - 1}" height="22"/>` : "";
-      }
+    return actions.split(" ").map((word) => {
       const [microbatch, chunk] = word.slice(1).split(".");
-      const width = word[0] === "B" ? whole : 1;
-      const x = 70 + 22 * now;
-      now += width;
-      const fade = 1 - 0.25 * (chunk || 0);
-      return `<rect class="${word[0]}" x="${x}" y="${26 * rank}" width="${22 * width - 1}" height="22" fill-opacity="${fade}"/>` +
-        `<text class="on${chunk > 1 ? " pale" : ""}" x="${x + 11 * width}" y="${26 * rank + 15}">${microbatch}</text>`;
+      const length = word[0] === "-" ? -word : (word[0] === "B" ? whole : 1) / chunks;
+      now += length;
+      return { kind: word[0], microbatch, chunk: Number(chunk || 0), begin: now - length, length, end: now };
     });
-    ends.push(now);
-    return `<text x="0" y="${26 * rank + 15}">rank ${rank}</text>${drawn.join("")}`;
   });
-  const end = 90 + 22 * Math.max(...ends);
-  const stacks = found.inFlight.map((number, rank) =>
-    [...Array(number)].map((_, i) => `<rect class="activations" x="${end + 9 * i}" y="${26 * rank + 4}" width="7" height="14"/>`).join(""));
-  const width = end + 9 * Math.max(...found.inFlight);
-  const idle = `${(100 * found.idle).toFixed(1)} % idle`;
-  const flight = found.inFlight.join(", ");
-  show(section, `${name}: ${idle}; in flight on ranks 0 to ${stages - 1}: ${flight}`, svg(width, 26 * stages, bars.join("") + stacks.join("")));
+  const left = 64 + 4 * Math.max(...found.inFlight);
+  const end = Math.max(...bars.map((row) => row.at(-1).end));
+  const unit = Math.max(4, Math.min(22, (section.clientWidth - left) / end)); // pixels
+  const drawn = bars.map((row, rank) => {
+    const stack = [...Array(found.inFlight[rank])].map((_, i) => box("activations", 52 + 4 * i, 26 * rank + 4, 3, 14));
+    const rects = row.map((bar) => {
+      const [x, width] = [left + unit * bar.begin, unit * bar.length];
+      if (bar.kind === "-") return bar.begin ? box("idle", x, 26 * rank, width - 1, 22) : ""; // but before the first
+      const number = `<text class="on${bar.chunk > 1 ? " pale" : ""}" x="${x + width / 2}" y="${26 * rank + 15}">${bar.microbatch}</text>`;
+      return box(bar.kind, x, 26 * rank, Math.max(width - 1, width / 2), 22, 1 - 0.25 * bar.chunk) + (width > 11 ? number : "");
+    });
+    return `<text x="0" y="${26 * rank + 15}">rank ${rank}</text>${stack.join("")}${rects.join("")}`;
+  });
+  const flight = `in flight on ranks 0 to ${stages - 1}${interleaved ? `, of 1/${chunks} of a rank's layers` : ""}: ${found.inFlight.join(", ")}`;
+  const says = `${name}: ${(100 * found.idle).toFixed(1)} % idle; ${flight}`;
+  show(section, says, svg(Math.floor(left + unit * end), 26 * stages, drawn.join("")));
 }
 
 function drawMemory(section) {
   const chosen = Number(valueOf("stage"));
   const rows = MEMORY[`${valueOf("params")} ${valueOf("gpus")}`];
   const most = rows[0].slice(0, 3).reduce((a, b) => a + b);
+  const room = Math.min(560, section.clientWidth - 130);
   const bars = rows.map((row, stage) => {
     let x = 130;
     const drawn = ["parameters", "gradients", "optimizer"].map((part, i) => {
-      const width = (560 * row[i]) / most;
+      const width = (room * row[i]) / most;
       x += width;
-      return `<rect class="${part}" x="${x - width}" y="${34 * stage}" width="${width}" height="26"/>`;
+      return box(part, x - width, 34 * stage, width, 26);
     });
     const sum = giga(row[0] + row[1] + row[2]);
     const name = stage ? `ZeRO-${stage}` : "DP";
@@ -61,12 +61,15 @@ function drawMemory(section) {
   const [parameters, gradients, optimizer, sent] = rows[chosen];
   const held = `${giga(parameters)} + ${giga(gradients)} + ${giga(optimizer)} GB`;
   const says = `A rank holds ${held} of parameters, gradients and optimizer, and sends ${giga(sent)} GB in a step.`;
-  show(section, says, svg(690, 134, bars.join("")));
+  show(section, says, svg(130 + room, 134, bars.join("")));
 }
 
 const giga = (bytes) => (bytes >= 999.5e9 ? (bytes / 1e9).toFixed(0) : String(Number((bytes / 1e9).toPrecision(3))));
 const svg = (width, height, inside) =>
   `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img" aria-label="The picture of what is said above">${inside}</svg>`;
+
+const box = (kind, x, y, width, height, opacity = 1) =>
+  `<rect class="${kind}" x="${x}" y="${y}" width="${width}" height="${height}" fill-opacity="${opacity}"/>`;
 
 function show(section, says, drawing) {
   section.querySelector(".says").textContent = says;
