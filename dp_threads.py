@@ -268,6 +268,7 @@ def set_up(config, choices="", replicas=None):
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
         backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}

@@ -1,0 +1,144 @@
+"""Which operation comes after which, on a pretended GPU: what a wait that gloo forgives hides.
+
+Each stream, each group's network and each thread of the host has a clock: how many operations of every other
+one have ended before its next begins. Each storage has its readers and writers, and when they did it. Streams
+fails where two that need an order have none, and says the rule and both lines.
+"""
+
+import threading
+import weakref
+from collections import Counter, defaultdict
+
+from tests.pretend import COPIES, Promises, on_gpu
+
+
+class Uses:
+    """A storage's: {who: (their number, line)}. home: the stream whose memory it is; None: the host's."""
+
+    def __init__(self, home):
+        self.home = home
+        self.reads = {}
+        self.writes = {}
+        self.recorded = set()  # streams that its memory waits for
+
+
+class Streams(Promises):
+    """Promises, and an order between all that need one."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.clocks = defaultdict(Counter)  # {who: {who else: its operations that came before}}
+        self.uses = {}  # {id of a storage: Uses, weak reference}
+        self.freed = defaultdict(list)  # {stream: Uses of memory that its next tensor may take}
+        self.ends = {}  # {id of a launch that nobody has waited for: (it, what is known at its end)}
+
+    def host(self):
+        name = threading.current_thread().name
+        return "host" if name.startswith(("MainThread", "Dummy")) else name
+
+    def known(self):
+        return self.clocks[self.host()].copy()
+
+    def learn(self, known):
+        self.clocks[self.host()] |= known
+
+    # ---- what happens ----
+
+    def operator(self, function, given, made):
+        super().operator(function, given, made)
+        streams = [self.stream(tensor.device) for tensor in (*made, *given) if on_gpu(tensor)]
+        if function in COPIES and len(set(streams)) == 2:  # two GPUs, which wait for each other
+            self.follow(*streams)
+            self.follow(*reversed(streams))
+        self.do(streams[0] if streams else self.host(), given, made)
+
+    def copy(self, given, made, waits):
+        tensors = [tensor for tensor in (*made, *given) if on_gpu(tensor)]
+        self.do(self.stream(tensors[0].device), given, made)
+        super().copy(given, made, waits)
+
+    def host_waits(self, why):
+        super().host_waits(why)
+        self.learn(self.clocks[self.stream()])
+
+    def launch(self, launch):
+        super().launch(launch)
+        alone = launch.name in ("send", "recv", "isend", "irecv") and launch.batch is None
+        network = launch.group, launch.peer if alone else None
+        self.clocks[network] |= self.clocks[self.side(launch)]
+        self.do(network, launch.given, launch.made)
+        self.ends[id(launch)] = launch, self.clocks[network].copy()
+
+    def wait(self, launch):
+        _, known = self.ends.pop(id(launch))
+        self.clocks[self.side(launch)] |= known
+
+    def side(self, launch):
+        """Who waits for a collective of this group."""
+        return self.stream() if self.backend(launch.group) == "nccl" else self.host()
+
+    def follow(self, stream, other):
+        self.clocks[stream] |= self.clocks[other]
+
+    def record(self, tensor, stream):
+        self.uses_of(tensor.untyped_storage(), tensor.device).recorded.add(stream)
+
+    def resize(self, storage, size):
+        uses = self.uses_of(storage)
+        if not size:
+            clock = self.clocks[self.stream()] | self.clocks[self.host()]
+            for who, (number, line) in (uses.reads | uses.writes).items():
+                late = clock[who] < number and isinstance(who, tuple)
+                assert not late, f"empties what a collective still uses: {self.where()} after {line}"
+            self.forget(id(storage))
+        elif not storage.nbytes():
+            self.forget(id(storage))
+            self.uses_of(storage)
+
+    # ---- who uses what ----
+
+    def do(self, who, reads, writes):
+        """The next operation of somebody."""
+        clock = self.clocks[who]
+        clock |= self.clocks[self.host()]
+        clock[who] += 1
+        line = self.where()
+        for tensor in writes:
+            uses = self.uses_of(tensor.untyped_storage(), tensor.device)
+            self.check(who, line, uses.reads, "reads")
+            self.check(who, line, uses.writes, "writes")
+            uses.writes[who] = clock[who], line
+        for tensor in reads:
+            uses = self.uses_of(tensor.untyped_storage(), tensor.device)
+            self.check(who, line, uses.writes, "writes")
+            uses.reads[who] = clock[who], line
+
+    def check(self, who, line, others, verb):
+        for other, (number, before) in others.items():
+            if self.clocks[who][other] >= number:
+                continue
+            rule = "uses what another stream has not finished"
+            if isinstance(other, tuple):
+                rule = f"uses what a collective still {verb}"
+            elif isinstance(who, tuple):
+                rule = "launches a collective on what another stream has not finished"
+            raise AssertionError(f"{rule}: {line} after {before}")
+
+    def uses_of(self, storage, device="pretend:0"):
+        """If it is new, its memory may be what a tensor of the same stream has left."""
+        key = id(storage)
+        if key not in self.uses:
+            home = None if storage.device.type == "cpu" else self.stream(device)
+            self.uses[key] = Uses(home), weakref.ref(storage, lambda _: self.forget(key))
+            clock = self.clocks[home] | self.clocks[self.host()]
+            for uses in self.freed.pop(home, ()):
+                for who, (number, line) in (uses.reads | uses.writes).items():
+                    late = clock[who] < number and who not in uses.recorded
+                    rule = "takes memory that another stream still uses"
+                    assert not late, f"{rule}: {self.where()} after {line}"
+        return self.uses[key][0]
+
+    def forget(self, key):
+        uses, _ = self.uses.pop(key, (None, None))
+        if uses and uses.home:
+            self.freed[uses.home].append(uses)
