@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 
-from tests.pretend import COPIES, Promises, on_gpu
+from tests.pretend import COPIES, Gpu, on_gpu
 
 
 class Uses:
@@ -22,8 +22,8 @@ class Uses:
         self.recorded = set()  # streams that its memory waits for
 
 
-class Streams(Promises):
-    """Promises, and an order between all that need one."""
+class Streams(Gpu):
+    """A Gpu, and an order between all that need one."""
 
     def __init__(self, *args):
         super().__init__(*args)
