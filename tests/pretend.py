@@ -8,10 +8,11 @@ the host waits, and holds what a lesson must not do there.
 import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from functools import partial, partialmethod
+from functools import cache, partial, partialmethod
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 from torch.utils._pytree import tree_map_only
 
@@ -26,6 +27,11 @@ SHAPES = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "ne
 
 def on_gpu(tensor):
     return isinstance(tensor, FakeTensor)
+
+
+@cache
+def register():
+    backend_registration._setup_privateuseone_for_python_backend("pretend")
 
 
 class Stream:
@@ -43,6 +49,7 @@ class Stream:
 class Gpu(TorchDispatchMode, Rank):
     """A Rank with a GPU, and what a lesson must not do there."""
 
+    device = "pretend"
     follow = Rank.watch  # (a stream that waits for all launched so far on, another)
     record = Rank.watch  # (tensor, stream that uses its memory, too)
     resize = Rank.watch  # (storage, size)
@@ -203,6 +210,8 @@ class Gpu(TorchDispatchMode, Rank):
 
     @contextmanager
     def world(self):
+        """Within it, torch.pretend is this rank's, too."""
+        register()
         with super().world(), self:
             yield
 
