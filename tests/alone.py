@@ -1,6 +1,6 @@
 """One rank of a lesson, alone: a world whose other ranks are not there.
 
-Collectives go nowhere (torch's fake process group), and a thread works as late as it may. What the lesson
+Collectives go nowhere, in torch's fake process group, and a thread works as late as it may. What the lesson
 asks for goes to methods of Rank that do nothing here; pretend.py, streams.py and nccl_order.py have others.
 """
 
@@ -125,7 +125,6 @@ class Rank:
             arguments = parameters.bind(*args, **kwargs).arguments
             launch = self.launch_of(name, batch, **arguments)
             self.launch(launch)
-            original(*args, **kwargs)
             work = Work(self, [launch])
             if arguments.get("async_op") or name in ("isend", "irecv"):
                 return work

@@ -46,6 +46,16 @@ class Stream:
         self.gpu.follow(self, other)
 
 
+class Fake(FakeTensorMode):
+    """Each thread has its own answer to whether it is in a kernel, where all tensors are on the device meta."""
+
+    here = threading.local()
+    in_kernel_invocation = property(
+        lambda self: getattr(self.here, "inside", False),
+        lambda self, inside: setattr(self.here, "inside", inside),
+    )
+
+
 class Gpu(TorchDispatchMode, Rank):
     """A Rank with a GPU, and what a lesson must not do there."""
 
@@ -57,7 +67,7 @@ class Gpu(TorchDispatchMode, Rank):
     def __init__(self, path, rank, size):
         TorchDispatchMode.__init__(self)
         Rank.__init__(self, path, rank, size)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = Fake(allow_non_fake_inputs=True)
         self.lock = threading.RLock()
         self.here = threading.local()
         self.default_streams = {}
@@ -108,12 +118,13 @@ class Gpu(TorchDispatchMode, Rank):
                 return 1.0 if given[0].is_floating_point() else 1
             else:
                 result = self.on_gpu(function, args, kwargs)
-            if function.namespace != "c10d":  # seen as launch()
-                self.note(function, args, kwargs, given, tensors_in(result), pinned)
+            self.note(function, args, kwargs, given, tensors_in(result), pinned)
         return result
 
     def on_gpu(self, function, args, kwargs):
         waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
+        if function in INDEX:  # it waits for the shape only of what a mask chooses
+            waits = any(tensor.dtype == torch.bool for tensor in tensors_in(args[1]))
         assert not waits, f"{self.where()}: the host waits for {function}"
         if function is aten.copy_.default and not on_gpu(args[0]):
             return args[0]
