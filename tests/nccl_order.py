@@ -208,7 +208,10 @@ class Replay:
 
 
 def replay(path, size, flags):
-    """Hold that all ranks of a lesson get through a run, however many hardware queues there are."""
-    events = [Recorder(path, rank, size).run(f"--device cpu {flags}").events for rank in range(size)]
+    """Hold that all ranks of a lesson get through a run, with one hardware queue or many. RANK: its own."""
+    events = []
+    for rank in range(size):
+        recorder = Recorder(path, rank, size)
+        events.append(recorder.run(f"--device cpu {flags}".replace("RANK", str(rank))).events)
     Replay(events)
     Replay(events, one_queue=True)

@@ -47,7 +47,7 @@ class Stream:
 
 
 class Fake(FakeTensorMode):
-    """Each thread has its own answer to whether it is in a kernel, where all tensors are on the device meta."""
+    """Whether it is in a kernel, where all tensors are on the device meta, each thread knows for itself."""
 
     here = threading.local()
     in_kernel_invocation = property(
