@@ -276,7 +276,7 @@ def set_up_groups(config):
         refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
     if config.kind == "ring" and device.type == "cuda":
         if dist.get_backend() == "gloo":
-            refuse("--kind ring: gloo (fewer GPUs than ranks) cannot send from GPUs; use --device cpu")
+            refuse("--kind ring: needs a GPU for each rank, as gloo sends from CPUs only; use --device cpu")
         if config.dtype == "fp64":
             refuse("--dtype fp64: a ring on GPUs takes fp32 or bf16; use --device cpu or --kind ulysses")
         if config.width % (8 * config.heads):
