@@ -172,7 +172,7 @@ def attend_backward(grad, out, lse, q, k, v, is_causal):
             grad, q, k, v, out, lse, 0.0, is_causal
         )
     if q.dtype == torch.float32:
-        lse = F.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
+        lse = F.pad(lse, (0, -q.shape[2] % 32), value=math.inf)  # as the kernel pads it
         needed = True, True, True, False  # gradients: that of a bias is not
         return aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, lse, None, None, 0.0, needed, is_causal
