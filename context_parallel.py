@@ -27,7 +27,7 @@ Run
     torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --heads 16 --context 65536 --batch 1
 
 Left out
-    Rings of GPUs (their flash kernels), masks other than causal, an all-reduce of gradients during backward.
+    Masks other than causal, grouped key heads in fp32 on GPUs, an all-reduce of gradients during backward.
 """
 
 import argparse
@@ -47,9 +47,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-# flash: (output, log-sum-exp of the scores) over a block of keys. flash_backward: given both over all keys.
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+aten = torch.ops.aten
 attention_of_one = F.scaled_dot_product_attention  # which train() replaces
 
 
@@ -81,8 +79,7 @@ class RingAttention(torch.autograd.Function):
         for i, kv in enumerate(travel(own_kv, group)):
             for rows, columns in visible(i, q.shape[2], group, order):
                 causal = i == 0
-                block, block_lse = flash(q[rows], *kv[columns], 0.0, causal)
-                block_lse = block_lse.unsqueeze(-1)
+                block, block_lse = attend(q[rows], *kv[columns], causal)
                 merge(out[rows], lse[rows], block, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -101,9 +98,8 @@ class RingAttention(torch.autograd.Function):
             grad_kv = torch.zeros_like(kv)
             for rows, columns in visible(i, q.shape[2], ctx.group, ctx.order):
                 causal = i == 0
-                # From both over all keys, these are the gradients through this block (arXiv 2307.08691, 3.1).
-                softmax = out[rows], lse[rows].squeeze(-1).contiguous()
-                block_q, *block_kv = flash_backward(grad[rows], q[rows], *kv[columns], *softmax, 0.0, causal)
+                of_rows = grad[rows], out[rows], lse[rows]
+                block_q, *block_kv = attend_backward(*of_rows, q[rows], *kv[columns], causal)
                 grad_q[rows] += block_q
                 grad_kv[columns] += torch.stack(block_kv)
             for work in works:
@@ -112,8 +108,7 @@ class RingAttention(torch.autograd.Function):
             passed, works = pass_on(grad_kv, ctx.group)
         for work in works:
             work.wait()
-        grad_k, grad_v = passed
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+        return grad_q.to(q.dtype), *passed, None, None
 
 
 def visible(i, length, group, order):
@@ -155,6 +150,36 @@ def pass_on(tensor, group):
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % world_size),
     ]
     return received, dist.batch_isend_irecv(ops)
+
+
+def attend(q, k, v, is_causal):
+    """(Output, log-sum-exp of the scores) over a block of keys, by the kernel of this device and dtype."""
+    if not q.is_cuda:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+    elif q.dtype == torch.float32:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)
+        lse = lse[..., : q.shape[2]]  # it is padded to a multiple of 32
+    else:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+    return out, lse.unsqueeze(-1)
+
+
+def attend_backward(grad, out, lse, q, k, v, is_causal):
+    """Gradients of q, k, v through a block, given grad, out, lse over all keys (arXiv 2307.08691, 3.1)."""
+    lse = lse.squeeze(-1).contiguous()
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, is_causal
+        )
+    if q.dtype == torch.float32:
+        lse = F.pad(lse, (0, -q.shape[2] % 32), value=math.inf)  # as the kernel pads it
+        needed = True, True, True, False  # gradients: that of a bias is not
+        return aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, None, None, 0.0, needed, is_causal
+        )[:3]
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, None, None
+    )
 
 
 def merge(out, lse, block, block_lse):
@@ -243,14 +268,19 @@ def set_up_groups(config):
         refuse(f"--cp {config.cp}: must divide the {world_size} ranks")
     if config.kind == "ulysses":
         config.order = "contiguous"
-    elif torch.cuda.is_available() and config.device != "cpu":
-        refuse("--kind ring: its kernel runs on CPUs only; use --kind ulysses or --device cpu")
     config.dp = world_size // config.cp
     device, text = set_up(config, f" | cp {config.cp} | {config.kind} {config.order}", config.dp)
     if config.context % (2 * config.cp):
         refuse(f"--context {config.context}: must be a multiple of 2 x --cp {config.cp}")
     if config.kind == "ulysses" and config.heads % config.cp:
         refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
+    if config.kind == "ring" and device.type == "cuda":
+        if dist.get_backend() == "gloo":
+            refuse("--kind ring: needs a GPU for each rank, as gloo sends from CPUs only; use --device cpu")
+        if config.dtype == "fp64":
+            refuse("--dtype fp64: a ring on GPUs takes fp32 or bf16; use --device cpu or --kind ulysses")
+        if config.width % (8 * config.heads):
+            refuse(f"--width {config.width}: on GPUs must be a multiple of 8 x --heads {config.heads}")
     return device, text, dist.new_subgroups(config.cp)[0]
 
 
@@ -258,8 +288,7 @@ def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     parser = flags()
     parser.add_argument("--cp", type=int, help="ranks that share a sequence (none: all)")
-    kind = "ulysses" if torch.cuda.is_available() else "ring"
-    parser.add_argument("--kind", default=kind, choices=("ring", "ulysses"))
+    parser.add_argument("--kind", default="ring", choices=("ring", "ulysses"))
     parser.add_argument("--order", default="zigzag", choices=("zigzag", "contiguous"), help="of chunks")
     return parser.parse_args(arguments)
 

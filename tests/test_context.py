@@ -1,6 +1,7 @@
 """What is special to context_parallel.py: attention over all ranks' tokens, who computes what, and when."""
 
 import itertools
+from collections import Counter
 from functools import partial
 from unittest import mock
 
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from test_all import check_ledger, check_parity, refused
-from tests.harness import apart, holds, load, mutants, on_ranks
+from test_all import check_ledger, check_parity
+from tests.harness import ROOT, TINY, apart, holds, load, mutants, on_ranks
+from tests.streams import Streams
 from tests.test_collectives import late_messages
 
 LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
@@ -100,7 +102,7 @@ def check_balance(name):
 def check_overlap(name):
     """A block of keys comes while another is computed with, and so do its gradients."""
     lesson, log = load(name), []
-    send, flash, flash_backward = lesson.pass_on, lesson.flash, lesson.flash_backward
+    send, attend, attend_backward = lesson.pass_on, lesson.attend, lesson.attend_backward
 
     def pass_on(tensor, group):
         log.append("send")
@@ -108,8 +110,8 @@ def check_overlap(name):
         return received, [mock.Mock(wait=lambda: log.append("wait") or [work.wait() for work in works])]
 
     lesson.pass_on = pass_on
-    lesson.flash = lambda *args: log.append("block") or flash(*args)
-    lesson.flash_backward = lambda *args: log.append("block") or flash_backward(*args)
+    lesson.attend = lambda *args: log.append("block") or attend(*args)
+    lesson.attend_backward = lambda *args: log.append("block") or attend_backward(*args)
     q = torch.ones(1, 1, 4, 2, requires_grad=True)
     out = lesson.ring_attention(q, q, q)
     log.append("|")
@@ -119,15 +121,54 @@ def check_overlap(name):
     assert " ".join(log) == expected, f"another order: {log}"
 
 
-def test_a_ring_on_a_gpu_is_refused():
-    with mock.patch.object(torch.cuda, "is_available", lambda: True):
-        code, lines = refused("context_parallel", "--kind ring")
-    assert code == 2 and "--kind ring: its kernel runs on CPUs only" in lines[0]
+class Kernels(Streams):
+    """Counts calls of attention's kernels, and holds what CUDA's ask for but meta tensors do not show."""
+
+    def on_gpu(self, function, args, kwargs):
+        name = function._schema.name.removeprefix("aten::_scaled_dot_product_")
+        if "attention" in name:
+            given = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
+            self.calls[name, given.get("is_causal", False)] += 1
+            lse, length = given.get("logsumexp"), given["query"].shape[2]
+            if lse is not None:
+                assert lse.is_contiguous(), "a log-sum-exp that is not contiguous"
+                asked = -(-length // 32) * 32 if "efficient" in name else length
+                assert lse.shape[2] == asked, f"a log-sum-exp of {lse.shape[2]} rows, not {asked}"
+        return super().on_gpu(function, args, kwargs)
+
+
+def check_gpus(name):
+    """Blocks go through CUDA's kernels for each dtype; no message is read, or overwritten, too early."""
+    kernels = {"fp32": "efficient_attention", "bf16": "flash_attention"}
+    worlds = (0, 1), (1, 2), (1, 4)
+    for dtype, order, (rank, size) in itertools.product(kernels, ("zigzag", "contiguous"), worlds):
+        gpu = Kernels(ROOT / f"{name.removesuffix('.py')}.py", rank, size)
+        gpu.calls = Counter()
+        gpu.run(f"{TINY} --steps 1 --layers 1 --width 96 --dtype {dtype} --order {order}")
+        expected = Counter()
+        for kernel in kernels[dtype], f"{kernels[dtype]}_backward":
+            expected[kernel, True] = 1
+            expected[kernel, False] = size - 1 if order == "zigzag" else rank
+        assert gpu.calls == expected, f"other kernels in {dtype}: {gpu.calls}"
+
+
+REFUSED = [("--kind ring", "gloo"), ("--dtype fp64", "nccl"), ("--width 36", "nccl")]
+
+
+@pytest.mark.parametrize("flags, backend", REFUSED)
+def test_a_ring_that_gpus_cannot_run_is_refused(flags, backend, capsys):
+    gpu = Streams(ROOT / "context_parallel.py", 0, 2)
+    gpu.backend = lambda group=None: backend
+    with pytest.raises(SystemExit, match="2"):
+        gpu.run(f"{TINY} --width 96 {flags}")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"context_parallel.py: {flags}: ")
 
 
 check_ulysses = partial(check_attention, size=2, kind="ulysses", order="contiguous", heads=(8, 4, 4))
 check_mesh = partial(check_parity, size=4, flags=f"--accum 3 {LONG}", own_flags="--cp 2")
-test_each_promise_is_kept = holds("context_parallel", check_rounding, check_balance, check_overlap)
+CHECKS = check_rounding, check_balance, check_overlap, check_gpus
+test_each_promise_is_kept = holds("context_parallel", *CHECKS)
 MUTANTS = [
     ("out.lerp_(block.to(out.dtype), block_share)", "out.add_(block)", check_attention, "output differs"),
     ("torch.sigmoid(block_lse - lse)", "1 / (1 + lse.exp() / block_lse.exp())", check_rounding, ""),
@@ -139,6 +180,11 @@ MUTANTS = [
     ("own(targets, 1)", "own(targets, 1).roll(1, 1)", check_mesh, "losses differ"),
     ("received.unbind(), join", "received.unbind()[::-1], join", check_ulysses, "output differs"),
     ("flat_grad /= dist.get_world_size()", "flat_grad /= 2", check_mesh, "differ"),
+    ("if not q.is_cuda:\n        out", "if True:\n        out", check_gpus, "other kernels"),
+    ("q, k, v, None, True, 0.0, is_causal", "q, k, v, None, True, 0.0", check_gpus, "other kernels"),
+    ("(0, -q.shape[2] % 32)", "(0, 0)", check_gpus, "rows, not 32"),
+    ("lse.squeeze(-1).contiguous()", "lse.squeeze(-1)", check_gpus, "is not contiguous"),
+    ("work.wait()\n        kv =", "work\n        kv =", check_gpus, "what a collective still writes"),
     ("dist.get_rank() // config.cp", "dist.get_rank() % config.cp", check_mesh, "losses differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "context_parallel")

@@ -202,25 +202,24 @@ class DTensors(Peer):
 
 
 class TorchRing(torch.autograd.Function):
-    """Ring attention by torch's own loops, with load balancing, as context_parallel() runs them on a GPU."""
+    """Ring attention by torch's own loops, with load balancing, around the lesson's kernels."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = context._templated_ring_attention(dist.group.WORLD, 2, flash, q, k, v, is_causal=True)
-        ctx.save_for_backward(q, k, v, out, lse.contiguous())
+    def forward(ctx, lesson, q, k, v):
+        ring = context._templated_ring_attention
+        out, lse = ring(dist.group.WORLD, 2, lesson.attend, q, k, v, is_causal=True)
+        ctx.lesson = lesson
+        ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        def flash_backward(*, is_causal, **tensors):
-            return flash(**tensors, dropout_p=0.0, is_causal=is_causal)
+        def attend_backward(grad_out, query, key, value, out, logsumexp, is_causal):
+            return ctx.lesson.attend_backward(grad_out, out, logsumexp, query, key, value, is_causal)
 
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        q, k, v, out, lse = ctx.saved_tensors
-        return context._templated_ring_attention_backward(
-            dist.group.WORLD, 2, flash_backward, grad, "grad_out", q, k, v, out, lse, is_causal=True
-        )[:3]
+        ring = context._templated_ring_attention_backward
+        saved = ctx.saved_tensors
+        return None, *ring(dist.group.WORLD, 2, attend_backward, grad, "grad_out", *saved, is_causal=True)
 
 
 class OtherAttention(AllReduced):
@@ -233,7 +232,7 @@ class OtherAttention(AllReduced):
         self.own = partial(lesson.shard_sequence, order=self.order)
 
     def attention(self, q, k, v, is_causal):
-        return TorchRing.apply(q, k, v)
+        return TorchRing.apply(self.lesson, q, k, v)
 
     def loss(self, inputs, targets):
         weights = dict(self.model.named_parameters())
