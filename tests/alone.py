@@ -229,12 +229,12 @@ class Rank:
         print_step(*args)
         self.step += 1
 
-    def run(self, flags):
-        """The lesson's train() with these flags."""
+    def run(self, flags, main=None):
+        """The lesson's train(), or main(lesson, config), with these flags."""
         with self.world(), redirect_stdout(None):
             lesson = self.load_lesson()
             self.config = lesson.parse(flags.split())
-            lesson.train(self.config)
+            main(lesson, self.config) if main else lesson.train(self.config)
         return self
 
 

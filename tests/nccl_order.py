@@ -207,11 +207,11 @@ class Replay:
         return "ranks wait for one another: " + ", for ".join([*ranks, f"rank {rank}"])
 
 
-def replay(path, size, flags):
+def replay(path, size, flags, main=None):
     """Hold that all ranks of a lesson get through a run, with one hardware queue or many. RANK: its own."""
     events = []
     for rank in range(size):
         recorder = Recorder(path, rank, size)
-        events.append(recorder.run(f"--device cpu {flags}".replace("RANK", str(rank))).events)
+        events.append(recorder.run(f"--device cpu {flags}".replace("RANK", str(rank)), main).events)
     Replay(events)
     Replay(events, one_queue=True)

@@ -2,27 +2,20 @@
 
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import nccl_order
-from tests.harness import FORK, ROOT, TINY
+from tests.harness import FORK, ROOT, TINY, mutants
 from tests.streams import Streams
 
-# How often the host waits for the GPU in a step of k microbatches, {(what for, function): times}.
-WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
-NAMED = {
-    "dp_async": {("copy", "microbatches()"): 2, ("item", "train_share()"): 2, ("item", "print_step()"): 1},
-    "expert_parallel": {("copy", "count()"): "k"},
-    "offload": {("item", "step()"): 1},
-}
-ALONE = ("single", "dp_threads", "dp_async")
 # Flags of its own that each lesson is run with, beside none.
 OWN = {
     "single": (),
-    "collectives": ("--train", "--noise-scale"),
+    "collectives": ("--noise-scale",),
     "dp_threads": ("--no-threads",),
     "dp_async": ("--mode asp", "--mode ssp"),
     "ddp": ("--bucket-cap-mb 0.01", "--no-overlap"),
@@ -40,9 +33,16 @@ OWN = {
     "fusion": ("--plain attention loss optimizer",),
     "checkpointing": ("--policy selective",),
     "zero_r": ("--policy offload",),
-    "resume": ("--checkpoint FOLDER/c --every 1",),
+    "resume": ("--checkpoint FOLDER/RANK --every 1",),
 }
-every_lesson = pytest.mark.parametrize("name", OWN)
+ALONE = ("single", "dp_threads", "dp_async")
+# How often the host waits for the GPU in a step of k microbatches: {lesson: {(why, where): times}}.
+WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
+NAMED = {
+    "dp_async": {("copy", "microbatches()"): 2, ("item", "train_share()"): 2, ("item", "print_step()"): 1},
+    "expert_parallel": {("copy", "count()"): "k"},
+    "offload": {("item", "step()"): 1},
+}
 
 
 @cache
@@ -50,22 +50,25 @@ def pool():
     return ProcessPoolExecutor(2, FORK)
 
 
-def together(function, rows):
-    """function(*row) of all rows, two at a time."""
-    for future in [pool().submit(function, *row) for row in rows]:
+def together(function, name, rows):
+    """function(path of a lesson, *row) for all rows, two at a time."""
+    for future in [pool().submit(function, str(ROOT / f"{name}.py"), *row) for row in rows]:
         future.result()
+
+
+# ---- a rank on a pretended GPU ----
 
 
 def on_gpu(path, size, rank, accum, flags):
     name = Path(path).stem
     with tempfile.TemporaryDirectory() as folder:
         save = "" if name == "offload" else f"--save {folder}/weights.pt"
-        flags = f"{TINY} --vocab 264 --layers 2 --steps 2 --accum {accum} {save} {flags}"
+        flags = f"{TINY} --width 96 --vocab 264 --layers 2 --steps 2 --accum {accum} {save} {flags}"
         gpu = Streams(path, rank, size).run(flags.replace("FOLDER", folder))
     waits = {}
     for (step, thread, why, where), times in gpu.waits.items():
+        key = why, where.split()[1]
         if step == 1 and (name == "dp_async" or thread == "MainThread"):
-            key = why, where.split()[1]
             waits[key] = waits.get(key, 0) + times
     expected = {key: accum if times == "k" else times for key, times in (WAITS | NAMED.get(name, {})).items()}
     assert waits == expected, f"the host waits {waits}, not {expected}"
@@ -73,53 +76,73 @@ def on_gpu(path, size, rank, accum, flags):
 
 def check_gpu(path, size=2, rank=1, accum=1, flags=""):
     """A rank keeps what pretend.py and streams.py hold."""
-    pool().submit(on_gpu, str(path), size, rank, accum, flags).result()
+    pool().submit(on_gpu, path, size, rank, accum, flags).result()
 
 
-@every_lesson
+@pytest.mark.parametrize("name", OWN)
 def test_a_lesson_runs_on_gpus(name):
-    path = str(ROOT / f"{name}.py")
     ranks = [(1, 0)] if name in ALONE else [(1, 0), (2, 0), (2, 1), (4, 0), (4, 3)]
-    rows = [(path, *rank, 1, "") for rank in ranks] + [(path, *rank, 3, "--dtype bf16") for rank in ranks]
-    rows += [(path, *ranks[-1], accum, flags) for flags in OWN[name] for accum in (1, 3)]
-    together(on_gpu, rows)
+    rows = [(*rank, *how) for rank in ranks for how in ((1, ""), (3, "--dtype bf16"))]
+    together(on_gpu, name, rows + [(*ranks[-1], accum, flags) for flags in OWN[name] for accum in (1, 3)])
 
 
-def in_order(path, size, flags):
+# ---- all ranks' order ----
+
+
+def in_order(path, size, flags, main=None):
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text")
         text.write_bytes(bytes(300))  # the same tokens on all ranks, so that all experts are as busy
-        shape = f"--data {text} --layers 2 --heads 24 --width 48 --context 48 --vocab 264 --steps 2"
-        nccl_order.replay(path, size, f"{shape} --batch 24 {flags}".replace("FOLDER", f"{folder}/RANK"))
+        shape = (
+            f"--data {text} --layers 2 --heads 24 --width 48 --context 48 --vocab 264 --batch 24 --steps 2"
+        )
+        nccl_order.replay(path, size, f"{shape} {flags}".replace("FOLDER", folder), main)
 
 
-def check_order(path, size=2, flags=""):
+def check_order(path, size=2, flags="", main=None):
     """All ranks get through a run."""
-    pool().submit(in_order, str(path), size, flags).result()
+    pool().submit(in_order, path, size, flags, main).result()
+
+
+ALGORITHMS = (
+    "tree_broadcast",
+    "recursive_doubling_all_reduce",
+    "halving_doubling_all_reduce",
+    "pairwise_all_to_all",
+)
+
+
+def compare(lesson, config):
+    lesson.compare(config)
+
+
+def first(algorithm, lesson, config):
+    """An algorithm that is the first to use its group."""
+    lesson.set_up(config, replicas=1)
+    getattr(lesson, algorithm)(torch.zeros(config.batch))
 
 
 def orders(name):
-    """(ranks, flags) of a lesson's runs."""
-    small = "--layers 8 --batch 8 --heads 1 --width 8 --context 8"
+    """(ranks, flags) of a lesson's runs, and the function if it is not train()."""
+    if name == "collectives":
+        mains = [None, compare, *(partial(first, algorithm) for algorithm in ALGORITHMS)]
+        flags = "--batch 120 --context 8 --megabytes 1e-3"
+        return [(size, flags, main) for size in (2, 3, 4, 5, 6, 8) for main in mains]
     if name in ("pipeline", "zero_bubble"):
+        small = "--layers 8 --batch 8 --heads 1 --width 8 --context 8"
         schedules = {"pipeline": ("naive", "gpipe", "1f1b"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}[name]
         rows = [(size, schedule, k) for size in (2, 3, 4, 8) for schedule in schedules for k in (1, 2, 4, 8)]
         if name == "pipeline":
-            rows += [(size, "interleaved", k) for size in (2, 4) for k in (1, 2, 4, 8) if k % size == 0]
+            rows += [(size, "interleaved", k) for size in (2, 4) for k in (2, 4, 8) if k % size == 0]
         return [(size, f"{small} --schedule {schedule} --accum {k}") for size, schedule, k in rows]
-    if name == "collectives":
-        return [
-            (size, f"--context 8 --batch 120 {flags}") for size in (3, 5, 6, 8) for flags in ("", "--train")
-        ]
+    flags = {"expert_parallel": "--experts 24", "parallel_3d": "--layers 8"}.get(name, "")
+    own = [(size, own) for own in OWN[name] for size in (2, 4)]
     if name == "parallel_3d":
         meshes = [(2, 1, 2), (4, 2, 1), (4, 1, 2), (4, 1, 4), (8, 2, 4), (8, 4, 2), (8, 4, 1)]
         own = [(size, f"--tp {tp} --pp {pp} --zero 1") for size, tp, pp in meshes]
-    else:
-        own = [(size, flags) for flags in OWN[name] for size in (2, 4)]
-    more = {"expert_parallel": "--experts 24", "parallel_3d": "--layers 8"}.get(name, "")
-    return [(size, f"{more} {flags}") for size, flags in [*((size, "") for size in (2, 3, 4, 8)), *own]]
+    return [(size, f"{flags} {own}") for size, own in [*((size, "") for size in (2, 3, 4, 8)), *own]]
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if name not in ALONE])
 def test_ranks_meet_in_the_order_that_nccl_needs(name):
-    together(in_order, [(str(ROOT / f"{name}.py"), *row) for row in orders(name)])
+    together(in_order, name, orders(name))
