@@ -8,10 +8,10 @@ Idea
 Memory (bytes of a rank's device, and its host; P parameters, U in a block, E in none; N ranks)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
     parameters    w(E+2U)                with --params
-    gradients     wmax(2E,E+2U,3U)       two copies, to send and to receive, and those of the next unit
+    gradients     wmax(2E,E+2U,3U)       to send, over gloo to receive, and those of the next unit
     host          (K+2m+w+c/2)P/N        K moments, AdamW 2m; m max(w, 4); c 4 in bf16, with masters, else 0
 
-Communication (clipping needs the norm of all gradients, so the host does not step while backward runs)
+Communication (clipping needs the norm of all gradients: until the host has it, no unit is stepped)
     compute | forward 1 | forward 2 | backward 2 | backward 1 |        |        |        | forward 1
        link |           |           |            | 2 down     | 1 down |        | 1 up   | 2 up
        host |           |           |            |      add 2 |  add 1 | step 1 | step 2 |
@@ -20,7 +20,7 @@ Costs (bytes that a rank sends over its link down and up, and in a ring, in a st
     down          kwP/N
     up            wP/N
     up            kw(2P-E-2U)/N          with --params: the last two units stay for their backward
-    all-to-all    kwP(N-1)/N             and a sum, which is a reduce-scatter
+    reduce-scatter    kwP(N-1)/N         over gloo an all-to-all, which sends the same
     all-gather    wP(N-1)/N
     all-gather    kw(2P-E-2U)(N-1)/N     with --params
 
@@ -53,7 +53,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+# torch 2.13 renamed these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Offload:
@@ -66,20 +68,21 @@ class Offload:
         self.params = params
         self.down = Lane("down", device, gbps)
         self.up = Lane("up", device, gbps)
+        if self.down.stream:  # torchrun gives a process one thread, and nothing hides the host's step
+            cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            self.down.submit(torch.set_num_threads, max(1, cores))
         self.group = dist.new_group()  # for what the thread `up` sends
         in_blocks = set(blocks.parameters())
-        others = [weight for weight in module.parameters() if weight not in in_blocks]
-        self.units = [Unit(self, others)]  # the root
-        for block in blocks:
-            weights = list(block.parameters())
-            self.units.append(Unit(self, weights))
-        self.sent = self.units[0].stepped
+        self.units = []
         for i, submodule in enumerate([module, *blocks]):
+            weights = [weight for weight in submodule.parameters() if i > 0 or weight not in in_blocks]
+            self.units.append(Unit(self, weights))
             submodule.register_forward_pre_hook(partial(self._fetch, i, 1))
             if i > 0:
                 submodule.register_full_backward_pre_hook(partial(self._fetch, i, -1))
             if params and 0 < i < len(blocks) - 1:  # backward begins with the last two
                 submodule.register_forward_hook(self.units[i].drop)
+        self.sent = self.units[0].stepped
 
     def _fetch(self, i, direction, *_):  # direction: 1, or -1 in backward
         unit, *later = self.units[i::direction]
@@ -131,9 +134,8 @@ class Unit:
     def keep(self):
         flat = F.pad(parameters_to_vector(self.weights).data, (0, self.padding))
         own = flat.view(-1, len(self.own))[dist.get_rank()]
-        pinned = self.own.is_cuda
-        self.shard = torch.empty_like(own, pin_memory=pinned).copy_(own)
-        self.landing = torch.empty_like(own, pin_memory=pinned)
+        self.shard = torch.empty_like(own, pin_memory=self.own.is_cuda).copy_(own)
+        self.landing = torch.empty_like(own, pin_memory=self.own.is_cuda)
         self.master = nn.Parameter(self.shard.to(torch.promote_types(flat.dtype, torch.float32)))
         self.master.grad = torch.zeros_like(self.master)
         self.optimizer = self.offload.new_optimizer([self.master])
@@ -142,7 +144,7 @@ class Unit:
         if not self.fetched:  # nor on the way
             self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
             vector_to_parameters(self.flat_param, self.weights)  # which are now parts of it
-            self.fetched = self.offload.up.submit(self.bring)
+            self.fetched = self.offload.coming = self.offload.up.submit(self.bring)
 
     def bring(self):  # in the thread `up`
         self.stepped.result()
@@ -158,14 +160,17 @@ class Unit:
             return  # and wait for the other gradients
         offload = self.offload
         offload.sent.result()  # one unit's gradients at a time are on their way
+        offload.coming.result()  # NCCL: all ranks must launch this all-gather, then the reduce-scatter
         if offload.params:
             self.drop()
-        flat = parameters_to_vector([weight.grad for weight in self.weights])
+        padding = self.weights[0].grad.new_zeros(self.padding)
+        flat = parameters_to_vector([*(weight.grad for weight in self.weights), padding])
         for weight in self.weights:
             weight.grad = None
-        flat = F.pad(flat, (0, self.padding))
-        received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, async_op=True)  # with a sum a reduce-scatter
+        gloo = dist.get_backend() == "gloo"  # whose reduce-scatter is an all-reduce; land() adds up
+        collective = dist.all_to_all_single if gloo else reduce_scatter
+        received = torch.empty_like(flat if gloo else self.own)
+        work = collective(received, flat, async_op=True)
         offload.sent = offload.down.submit(self.land, flat, received, work)
 
     def land(self, flat, received, work):
@@ -215,8 +220,7 @@ class PlayedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in filter(torch.is_tensor, tree_leaves(args)):
-            storage = tensor.untyped_storage()
-            known = storage in self.storages
+            known = tensor.untyped_storage() in self.storages
             assert known or not tensor.is_floating_point(), f"{function} reads the host's memory"
         for tensor in filter(torch.is_tensor, tree_leaves(result)):
             self.storages.add(tensor.untyped_storage())
@@ -230,8 +234,7 @@ def train(config):
     if config.device_mb < math.inf:
         config.device = "cpu"
     device, text = set_up(config, f" | params {config.params} | link {config.link_gbps:g} Gbit/s")
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     if not config.link_gbps > 0:
         refuse(f"--link-gbps {config.link_gbps}: must be more than 0")
     model = GPT(config).to(DTYPES[config.dtype])

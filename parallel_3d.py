@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; R parameters on the rank with most, about P/(tp); q = d with --zero 1, else 1)
     parameters    (w+c/q)R                   w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients     (w(1+z)+(c+wz)/q)R         z = --zero: also those that arrive, and the shards' own
+    gradients     (w(1+gz)+(c+wz)/q)R        z = --zero: the shards' own; g 1 over gloo: also what arrives
     optimizer     KR/q                       K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (a step of 2 x 2 x 2 ranks)
@@ -19,7 +19,7 @@ Costs (bytes that a rank sends in a step of k microbatches of b sequences, along
     tensor        8kbs((L+p-1)//p)wh(t-1)/t   four all-reduces a block
     pipeline      min(2,p-1)kwbsh             outputs to the next stage, gradients back
     tie           min(1,p-1)wvh               all-reduce of the embedding's gradient
-    data          2wR(d-1)/d                  all-reduce of gradients, or its halves
+    data          2wR(d-1)/d                  all-reduce of gradients, or its halves (gloo's all-to-all)
 
 Run
     torchrun --nproc_per_node=4 parallel_3d.py
@@ -44,7 +44,9 @@ import torch.distributed.nn  # else torch.optim loads it later, and it keeps our
 import torch.nn as nn
 import torch.nn.functional as F
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11
+# torch 2.13 renamed these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Mesh:
@@ -175,14 +177,16 @@ class Bucket:
         self.grad = self.flat_grad
         if self.n_shards == 1:
             self.work = dist.all_reduce(self.grad, **options)
-        else:  # a reduce-scatter, which gloo does at twice the bytes; finish() adds up
-            self.grad = torch.empty_like(self.flat_grad)
-            self.work = dist.all_to_all_single(self.grad, self.flat_grad, **options)
+        else:  # gloo's reduce-scatter is an all-reduce, which sends twice as much
+            gloo = dist.get_backend(self.mesh.dp_group) == "gloo"
+            collective = dist.all_to_all_single if gloo else reduce_scatter
+            self.grad = torch.empty_like(self.flat_grad if gloo else self.own(self.flat_grad))
+            self.work = collective(self.grad, self.flat_grad, **options)
 
     def finish(self):
         self.work.wait()
         if self.n_shards > 1:
-            self.grad = self.grad.view(self.n_shards, -1).sum(0)
+            self.grad = self.grad.view(-1, len(self.shard)).sum(0)  # over gloo n_shards rows, else one
         self.grad /= self.mesh.dp
         self.shard.grad = self.grad.to(self.shard.dtype)
 
@@ -327,6 +331,8 @@ def set_up_mesh(config):
     ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
     choices = f" | zero {config.zero} | stages x replicas x parts:\n{ranks}"
     device, text = set_up(config, choices, config.dp)
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     if config.heads % config.tp:
         refuse(f"--heads {config.heads}: must be a multiple of --tp {config.tp}")
     if config.layers < config.pp:

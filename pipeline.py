@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")
-AHEAD = 4  # receives posted before they are needed, and sends that have not been waited for
+AHEAD = 4  # sends that have not been waited for
 NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's gradient to the one before
 
 
@@ -180,7 +180,7 @@ class Pipeline(nn.Module):
             if param.grad is not None:
                 dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
-        self.ahead = AHEAD
+        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
 
     def _receive(self):
         if self.like[0] is None:
@@ -246,6 +246,8 @@ class MasterWeights:
 def train(config):
     """Train with these flags."""
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight

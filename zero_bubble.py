@@ -51,7 +51,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")
-AHEAD = 4  # receives posted before they are needed, and sends that have not been waited for
+AHEAD = 4  # sends that have not been waited for
 NEXT = {"F": 1, "B": -1, "W": math.inf}  # how many stages on a result is needed; that of W nowhere
 
 
@@ -147,7 +147,6 @@ class Pipeline(nn.Module):
                 self.stage = module
             for param in module.parameters():
                 self.ranks_of[param].add(rank)
-        self.split = self.actions[-1].op == "W"
         self.later = deque()  # for each W to come, what it needs of each linear layer
         for layer in self.modules():
             if type(layer) is nn.Linear and layer.weight.requires_grad:
@@ -186,7 +185,7 @@ class Pipeline(nn.Module):
                 x, output = alive.pop((stage, k))
                 gradient = None if stage == self.last_stage else self._receive()
                 torch.autograd.backward(output, gradient)
-            if op == "W" or (op == "B" and not self.split):
+            if op == self.actions[-1].op:  # W; in 1f1b B, which does both
                 for weight, rows, columns in self.later.popleft():
                     if weight.grad is None:
                         weight.grad = torch.zeros_like(weight)
@@ -203,7 +202,7 @@ class Pipeline(nn.Module):
             if param.grad is not None:
                 dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
-        self.ahead = AHEAD
+        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
 
     def _receive(self):
         if self.like[0] is None:
@@ -211,8 +210,7 @@ class Pipeline(nn.Module):
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
             buffer = torch.empty_like(self.like[0], device=self.loss.device)
-            sender = stage - NEXT[op]
-            self.posted.append((dist.irecv(buffer, sender, self.groups[op]), buffer))
+            self.posted.append((dist.irecv(buffer, stage - NEXT[op], self.groups[op]), buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
@@ -269,6 +267,8 @@ class MasterWeights:
 def train(config):
     """Train with these flags."""
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
