@@ -8,7 +8,7 @@ Idea
 Memory (bytes of a rank's device, and its host; P parameters, U in a block, E in none; N ranks)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
     parameters    w(E+2U)                with --params
-    gradients     wmax(2E,E+2U,3U)       to send, over gloo to receive, and those of the next unit
+    gradients     wmax(2E,E+2U,3U)       two copies, to send and to receive, and those of the next unit
     host          (K+2m+w+c/2)P/N        K moments, AdamW 2m; m max(w, 4); c 4 in bf16, with masters, else 0
 
 Communication (clipping needs the norm of all gradients: until the host has it, no unit is stepped)
@@ -20,7 +20,7 @@ Costs (bytes that a rank sends over its link down and up, and in a ring, in a st
     down          kwP/N
     up            wP/N
     up            kw(2P-E-2U)/N          with --params: the last two units stay for their backward
-    reduce-scatter    kwP(N-1)/N         over gloo an all-to-all, which sends the same
+    all-to-all    kwP(N-1)/N             and a sum, which is a reduce-scatter
     all-gather    wP(N-1)/N
     all-gather    kw(2P-E-2U)(N-1)/N     with --params
 
@@ -53,9 +53,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# torch 2.13 renamed these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
 class Offload:
@@ -68,9 +66,8 @@ class Offload:
         self.params = params
         self.down = Lane("down", device, gbps)
         self.up = Lane("up", device, gbps)
-        if self.down.stream:  # torchrun gives a process one thread, and nothing hides the host's step
-            cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            self.down.submit(torch.set_num_threads, max(1, cores))
+        if self.down.stream:  # nothing hides the host's step, for which torchrun gives it one thread
+            self.down.submit(torch.set_num_threads, max(1, os.cpu_count() // torch.cuda.device_count()))
         self.group = dist.new_group()  # for what the thread `up` sends
         in_blocks = set(blocks.parameters())
         self.units = []
@@ -89,7 +86,7 @@ class Offload:
         unit.fetch()
         unit.fetched.result()
         if self.up.stream:
-            torch.cuda.current_stream(self.device).wait_stream(self.up.stream)
+            torch.cuda.current_stream().wait_stream(self.up.stream)
         for other in later[:1]:
             other.fetch()
 
@@ -160,17 +157,16 @@ class Unit:
             return  # and wait for the other gradients
         offload = self.offload
         offload.sent.result()  # one unit's gradients at a time are on their way
-        offload.coming.result()  # NCCL: all ranks must launch this all-gather, then the reduce-scatter
+        offload.coming.result()  # as on all ranks: two groups' collectives in any order may deadlock on NCCL
         if offload.params:
             self.drop()
-        padding = self.weights[0].grad.new_zeros(self.padding)
-        flat = parameters_to_vector([*(weight.grad for weight in self.weights), padding])
+        flat = parameters_to_vector([weight.grad for weight in self.weights])
         for weight in self.weights:
             weight.grad = None
-        gloo = dist.get_backend() == "gloo"  # whose reduce-scatter is an all-reduce; land() adds up
-        collective = dist.all_to_all_single if gloo else reduce_scatter
-        received = torch.empty_like(flat if gloo else self.own)
-        work = collective(received, flat, async_op=True)
+        if self.padding:
+            flat = F.pad(flat, (0, self.padding))
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, async_op=True)  # with a sum a reduce-scatter
         offload.sent = offload.down.submit(self.land, flat, received, work)
 
     def land(self, flat, received, work):
@@ -200,7 +196,7 @@ class Lane:
 
     def submit(self, job, *args):
         if self.stream:  # the job may use what has been computed so far
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_stream(torch.cuda.current_stream())
         return self.thread.submit(job, *args)
 
     def copy(self, target, source):  # and wait for it

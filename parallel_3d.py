@@ -178,7 +178,7 @@ class Bucket:
         if self.n_shards == 1:
             self.work = dist.all_reduce(self.grad, **options)
         else:  # gloo's reduce-scatter is an all-reduce, which sends twice as much
-            gloo = dist.get_backend(self.mesh.dp_group) == "gloo"
+            gloo = dist.get_backend() == "gloo"
             collective = dist.all_to_all_single if gloo else reduce_scatter
             self.grad = torch.empty_like(self.flat_grad if gloo else self.own(self.flat_grad))
             self.work = collective(self.grad, self.flat_grad, **options)
@@ -331,8 +331,6 @@ def set_up_mesh(config):
     ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
     choices = f" | zero {config.zero} | stages x replicas x parts:\n{ranks}"
     device, text = set_up(config, choices, config.dp)
-    if device.type == "cuda" and dist.get_backend() == "gloo":
-        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     if config.heads % config.tp:
         refuse(f"--heads {config.heads}: must be a multiple of --tp {config.tp}")
     if config.layers < config.pp:
@@ -347,7 +345,10 @@ def parse(arguments=None):
     parser.add_argument("--pp", type=int, help="stages (none: 2 if what is left is even)")
     parser.add_argument("--zero", type=int, default=0, choices=(0, 1), help="1: shard optimizer states")
     parser.set_defaults(accum=4)
-    return parser.parse_args(arguments)
+    config = parser.parse_args(arguments)
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
+    return config
 
 
 # ==== toy model: the same lines in every lesson ====

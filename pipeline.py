@@ -125,11 +125,9 @@ class Pipeline(nn.Module):
         self.last_stage = len(ends) - 1
         self.stages = nn.ModuleList()
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        start = 0
-        for stage, end in enumerate(ends):
+        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
             rank = stage % self.world_size
             module = nn.Sequential(*layers[start:end])
-            start = end
             if rank == self.rank:
                 self.stages.append(module)
             for param in module.parameters():
@@ -246,8 +244,6 @@ class MasterWeights:
 def train(config):
     """Train with these flags."""
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
-    if device.type == "cuda" and dist.get_backend() == "gloo":
-        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
@@ -283,7 +279,10 @@ def parse(arguments=None):
     parser = flags()
     parser.add_argument("--schedule", default="1f1b", choices=("naive", "gpipe", "1f1b", "interleaved"))
     parser.set_defaults(accum=4)
-    return parser.parse_args(arguments)
+    config = parser.parse_args(arguments)
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
+    return config
 
 
 # ==== toy model: the same lines in every lesson ====

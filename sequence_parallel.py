@@ -95,7 +95,7 @@ def start_all_gather(x):
 
 
 def start_reduce_scatter(x):
-    """Start for x (B, T, D). Returns work and what it fills, (N over gloo, else 1, B, T/N, D), to be summed."""
+    """Start for x (B, T, D). Returns work, and what it fills to be summed: over gloo N x (B, T/N, D)."""
     given = torch.stack(x.chunk(dist.get_world_size(), 1))
     gloo = dist.get_backend() == "gloo"  # whose own is an all-reduce, which sends twice as much
     collective = dist.all_to_all_single if gloo else reduce_scatter

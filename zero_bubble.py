@@ -4,8 +4,7 @@ Idea
     Backward computes two things: B, the gradient of a stage's input, which the stage before waits for, and
     W, the gradients of its weights, which nobody waits for. 1F1B does both at once. Here W comes later, when
     a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). ZB-H1 holds as much as 1F1B's rank 0 on
-    each rank. ZB-H2 begins with about twice as many forwards, and no rank is idle between its first action
-    and its last, if F, B and W take equally long (as the gradients' norm is awaited, not between steps).
+    each rank. ZB-H2 begins with about twice the forwards; with F, B, W equally long no rank idles in a step.
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
@@ -139,10 +138,8 @@ class Pipeline(nn.Module):
         self.actions = schedule[self.rank]
         self.last_stage = len(ends) - 1
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        start = 0
-        for rank, end in enumerate(ends):
+        for rank, (start, end) in enumerate(zip([0, *ends], ends)):
             module = nn.Sequential(*layers[start:end])
-            start = end
             if rank == self.rank:
                 self.stage = module
             for param in module.parameters():
@@ -267,8 +264,6 @@ class MasterWeights:
 def train(config):
     """Train with these flags."""
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
-    if device.type == "cuda" and dist.get_backend() == "gloo":
-        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
@@ -301,7 +296,10 @@ def parse(arguments=None):
     parser = flags()
     parser.add_argument("--schedule", default="zb-h1", choices=("1f1b", "zb-h1", "zb-h2"))
     parser.set_defaults(accum=4)
-    return parser.parse_args(arguments)
+    config = parser.parse_args(arguments)
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
+    return config
 
 
 # ==== toy model: the same lines in every lesson ====
