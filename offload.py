@@ -11,7 +11,7 @@ Memory (bytes of a rank's device, and its host; P parameters, U in a block, E in
     gradients     wmax(2E,E+2U,3U)       two copies, to send and to receive, and those of the next unit
     host          (K+2m+w+c/2)P/N        K moments, AdamW 2m; m max(w, 4); c 4 in bf16, with masters, else 0
 
-Communication (clipping needs the norm of all gradients: until the host has it, no unit is stepped)
+Communication (two threads wait for copies; the host's steps wait for the norm, as clipping needs it)
     compute | forward 1 | forward 2 | backward 2 | backward 1 |        |        |        | forward 1
        link |           |           |            | 2 down     | 1 down |        | 1 up   | 2 up
        host |           |           |            |      add 2 |  add 1 | step 1 | step 2 |
@@ -29,8 +29,7 @@ Run
     torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 20 --link-gbps 10
 
 Left out
-    Delayed updates (section 5.2), disks, activation checkpointing, several dtypes, buffers, weights that are
-    frozen, get no gradient or are in several units, optimizers that are not elementwise.
+    As zero2.py; delayed updates (5.2), disks, recomputation, buffers; weights frozen, unused or in two units.
 """
 
 import argparse
@@ -67,12 +66,11 @@ class Offload:
         self.down = Lane("down", device, gbps)
         self.up = Lane("up", device, gbps)
         if self.down.stream:  # nothing hides the host's step, for which torchrun gives it one thread
-            self.down.submit(torch.set_num_threads, max(1, os.cpu_count() // torch.cuda.device_count()))
-        self.group = dist.new_group()  # for what the thread `up` sends
+            self.down.submit(torch.set_num_threads, os.cpu_count() // torch.cuda.device_count() or 1)
         in_blocks = set(blocks.parameters())
         self.units = []
         for i, submodule in enumerate([module, *blocks]):
-            weights = [weight for weight in submodule.parameters() if i > 0 or weight not in in_blocks]
+            weights = [weight for weight in submodule.parameters() if i or weight not in in_blocks]
             self.units.append(Unit(self, weights))
             submodule.register_forward_pre_hook(partial(self._fetch, i, 1))
             if i > 0:
@@ -107,7 +105,7 @@ class Offload:
         """The plain module's; its weights are on the CPU until the next forward. All ranks must call it."""
         for i, unit in enumerate(self.units):
             self._fetch(i, 1)
-            vector_to_parameters(unit.flat_param.to("cpu", copy=True), unit.weights)
+            vector_to_parameters(unit.flat_param.clone().cpu(), unit.weights)
             unit.drop()
         return self.module.state_dict()
 
@@ -131,9 +129,11 @@ class Unit:
     def keep(self):
         flat = F.pad(parameters_to_vector(self.weights).data, (0, self.padding))
         own = flat.view(-1, len(self.own))[dist.get_rank()]
-        self.shard = torch.empty_like(own, pin_memory=self.own.is_cuda).copy_(own)
-        self.landing = torch.empty_like(own, pin_memory=self.own.is_cuda)
-        self.master = nn.Parameter(self.shard.to(torch.promote_types(flat.dtype, torch.float32)))
+        pinned = self.own.is_cuda
+        self.shard = torch.empty_like(own, pin_memory=pinned).copy_(own)
+        self.landing = torch.empty_like(own, pin_memory=pinned)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        self.master = nn.Parameter(self.shard.to(wide))
         self.master.grad = torch.zeros_like(self.master)
         self.optimizer = self.offload.new_optimizer([self.master])
 
@@ -141,12 +141,12 @@ class Unit:
         if not self.fetched:  # nor on the way
             self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
             vector_to_parameters(self.flat_param, self.weights)  # which are now parts of it
-            self.fetched = self.offload.coming = self.offload.up.submit(self.bring)
+            self.fetched = self.offload.up.submit(self.bring)
 
     def bring(self):  # in the thread `up`
         self.stepped.result()
         self.offload.up.copy(self.own, self.shard)
-        all_gather(self.flat_param, self.own, group=self.offload.group)
+        all_gather(self.flat_param, self.own)
 
     def drop(self, *_):
         self.fetched = None
@@ -157,7 +157,6 @@ class Unit:
             return  # and wait for the other gradients
         offload = self.offload
         offload.sent.result()  # one unit's gradients at a time are on their way
-        offload.coming.result()  # as on all ranks: two groups' collectives in any order may deadlock on NCCL
         if offload.params:
             self.drop()
         flat = parameters_to_vector([weight.grad for weight in self.weights])
@@ -166,11 +165,12 @@ class Unit:
         if self.padding:
             flat = F.pad(flat, (0, self.padding))
         received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, async_op=True)  # with a sum a reduce-scatter
+        start = partial(dist.all_to_all_single, received, flat, async_op=True)  # with a sum a reduce-scatter
+        work = offload.up.submit(start)  # whose collectives have one order, the same on all ranks
         offload.sent = offload.down.submit(self.land, flat, received, work)
 
     def land(self, flat, received, work):
-        work.wait()
+        work.result().wait()
         total = flat[: len(self.own)]  # needs no more memory
         torch.sum(received.view(-1, len(total)), 0, out=total)
         self.offload.down.copy(self.landing, total)
@@ -226,11 +226,11 @@ class PlayedDevice(TorchDispatchMode):
 
 
 def train(config):
-    """Train with these flags."""
     if config.device_mb < math.inf:
         config.device = "cpu"
     device, text = set_up(config, f" | params {config.params} | link {config.link_gbps:g} Gbit/s")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     if not config.link_gbps > 0:
         refuse(f"--link-gbps {config.link_gbps}: must be more than 0")
     model = GPT(config).to(DTYPES[config.dtype])

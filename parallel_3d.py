@@ -346,7 +346,8 @@ def parse(arguments=None):
     parser.add_argument("--zero", type=int, default=0, choices=(0, 1), help="1: shard optimizer states")
     parser.set_defaults(accum=4)
     config = parser.parse_args(arguments)
-    if config.device != "cpu" and 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
         refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     return config
 

@@ -125,9 +125,11 @@ class Pipeline(nn.Module):
         self.last_stage = len(ends) - 1
         self.stages = nn.ModuleList()
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
+        start = 0
+        for stage, end in enumerate(ends):
             rank = stage % self.world_size
             module = nn.Sequential(*layers[start:end])
+            start = end
             if rank == self.rank:
                 self.stages.append(module)
             for param in module.parameters():
@@ -280,7 +282,8 @@ def parse(arguments=None):
     parser.add_argument("--schedule", default="1f1b", choices=("naive", "gpipe", "1f1b", "interleaved"))
     parser.set_defaults(accum=4)
     config = parser.parse_args(arguments)
-    if config.device != "cpu" and 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
         refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     return config
 

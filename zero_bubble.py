@@ -297,7 +297,8 @@ def parse(arguments=None):
     parser.add_argument("--schedule", default="zb-h1", choices=("1f1b", "zb-h1", "zb-h2"))
     parser.set_defaults(accum=4)
     config = parser.parse_args(arguments)
-    if config.device != "cpu" and 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
         refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
     return config
 
