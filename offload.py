@@ -11,7 +11,7 @@ Memory (bytes of a rank's device, and its host; P parameters, U in a block, E in
     gradients     wmax(2E,E+2U,3U)       two copies, to send and to receive, and those of the next unit
     host          (K+2m+w+c/2)P/N        K moments, AdamW 2m; m max(w, 4); c 4 in bf16, with masters, else 0
 
-Communication (clipping needs the norm of all gradients, so the host does not step while backward runs)
+Communication (two threads wait for copies; the host's steps wait for the norm, as clipping needs it)
     compute | forward 1 | forward 2 | backward 2 | backward 1 |        |        |        | forward 1
        link |           |           |            | 2 down     | 1 down |        | 1 up   | 2 up
        host |           |           |            |      add 2 |  add 1 | step 1 | step 2 |
@@ -29,8 +29,7 @@ Run
     torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 20 --link-gbps 10
 
 Left out
-    Delayed updates (section 5.2), disks, activation checkpointing, several dtypes, buffers, weights that are
-    frozen, get no gradient or are in several units, optimizers that are not elementwise.
+    As zero2.py; delayed updates (5.2), disks, recomputation, buffers; weights frozen, unused or in two units.
 """
 
 import argparse
@@ -66,27 +65,26 @@ class Offload:
         self.params = params
         self.down = Lane("down", device, gbps)
         self.up = Lane("up", device, gbps)
-        self.group = dist.new_group()  # for what the thread `up` sends
+        if self.down.stream:  # nothing hides the host's step, for which torchrun gives it one thread
+            self.down.submit(torch.set_num_threads, os.cpu_count() // torch.cuda.device_count() or 1)
         in_blocks = set(blocks.parameters())
-        others = [weight for weight in module.parameters() if weight not in in_blocks]
-        self.units = [Unit(self, others)]  # the root
-        for block in blocks:
-            weights = list(block.parameters())
-            self.units.append(Unit(self, weights))
-        self.sent = self.units[0].stepped
+        self.units = []
         for i, submodule in enumerate([module, *blocks]):
+            weights = [weight for weight in submodule.parameters() if i or weight not in in_blocks]
+            self.units.append(Unit(self, weights))
             submodule.register_forward_pre_hook(partial(self._fetch, i, 1))
             if i > 0:
                 submodule.register_full_backward_pre_hook(partial(self._fetch, i, -1))
             if params and 0 < i < len(blocks) - 1:  # backward begins with the last two
                 submodule.register_forward_hook(self.units[i].drop)
+        self.sent = self.units[0].stepped
 
     def _fetch(self, i, direction, *_):  # direction: 1, or -1 in backward
         unit, *later = self.units[i::direction]
         unit.fetch()
         unit.fetched.result()
         if self.up.stream:
-            torch.cuda.current_stream(self.device).wait_stream(self.up.stream)
+            torch.cuda.current_stream().wait_stream(self.up.stream)
         for other in later[:1]:
             other.fetch()
 
@@ -107,7 +105,7 @@ class Offload:
         """The plain module's; its weights are on the CPU until the next forward. All ranks must call it."""
         for i, unit in enumerate(self.units):
             self._fetch(i, 1)
-            vector_to_parameters(unit.flat_param.to("cpu", copy=True), unit.weights)
+            vector_to_parameters(unit.flat_param.clone().cpu(), unit.weights)
             unit.drop()
         return self.module.state_dict()
 
@@ -134,7 +132,8 @@ class Unit:
         pinned = self.own.is_cuda
         self.shard = torch.empty_like(own, pin_memory=pinned).copy_(own)
         self.landing = torch.empty_like(own, pin_memory=pinned)
-        self.master = nn.Parameter(self.shard.to(torch.promote_types(flat.dtype, torch.float32)))
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        self.master = nn.Parameter(self.shard.to(wide))
         self.master.grad = torch.zeros_like(self.master)
         self.optimizer = self.offload.new_optimizer([self.master])
 
@@ -147,7 +146,7 @@ class Unit:
     def bring(self):  # in the thread `up`
         self.stepped.result()
         self.offload.up.copy(self.own, self.shard)
-        all_gather(self.flat_param, self.own, group=self.offload.group)
+        all_gather(self.flat_param, self.own)
 
     def drop(self, *_):
         self.fetched = None
@@ -163,13 +162,15 @@ class Unit:
         flat = parameters_to_vector([weight.grad for weight in self.weights])
         for weight in self.weights:
             weight.grad = None
-        flat = F.pad(flat, (0, self.padding))
+        if self.padding:
+            flat = F.pad(flat, (0, self.padding))
         received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, async_op=True)  # with a sum a reduce-scatter
+        start = partial(dist.all_to_all_single, received, flat, async_op=True)  # with a sum a reduce-scatter
+        work = offload.up.submit(start)  # whose collectives have one order, the same on all ranks
         offload.sent = offload.down.submit(self.land, flat, received, work)
 
     def land(self, flat, received, work):
-        work.wait()
+        work.result().wait()
         total = flat[: len(self.own)]  # needs no more memory
         torch.sum(received.view(-1, len(total)), 0, out=total)
         self.offload.down.copy(self.landing, total)
@@ -195,7 +196,7 @@ class Lane:
 
     def submit(self, job, *args):
         if self.stream:  # the job may use what has been computed so far
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_stream(torch.cuda.current_stream())
         return self.thread.submit(job, *args)
 
     def copy(self, target, source):  # and wait for it
@@ -215,8 +216,7 @@ class PlayedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in filter(torch.is_tensor, tree_leaves(args)):
-            storage = tensor.untyped_storage()
-            known = storage in self.storages
+            known = tensor.untyped_storage() in self.storages
             assert known or not tensor.is_floating_point(), f"{function} reads the host's memory"
         for tensor in filter(torch.is_tensor, tree_leaves(result)):
             self.storages.add(tensor.untyped_storage())
@@ -226,7 +226,6 @@ class PlayedDevice(TorchDispatchMode):
 
 
 def train(config):
-    """Train with these flags."""
     if config.device_mb < math.inf:
         config.device = "cpu"
     device, text = set_up(config, f" | params {config.params} | link {config.link_gbps:g} Gbit/s")

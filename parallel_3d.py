@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; R parameters on the rank with most, about P/(tp); q = d with --zero 1, else 1)
     parameters    (w+c/q)R                   w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients     (w(1+z)+(c+wz)/q)R         z = --zero: also those that arrive, and the shards' own
+    gradients     (w(1+gz)+(c+wz)/q)R        z = --zero: the shards' own; g 1 over gloo: also what arrives
     optimizer     KR/q                       K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (a step of 2 x 2 x 2 ranks)
@@ -19,7 +19,7 @@ Costs (bytes that a rank sends in a step of k microbatches of b sequences, along
     tensor        8kbs((L+p-1)//p)wh(t-1)/t   four all-reduces a block
     pipeline      min(2,p-1)kwbsh             outputs to the next stage, gradients back
     tie           min(1,p-1)wvh               all-reduce of the embedding's gradient
-    data          2wR(d-1)/d                  all-reduce of gradients, or its halves
+    data          2wR(d-1)/d                  all-reduce of gradients, or its halves (gloo's all-to-all)
 
 Run
     torchrun --nproc_per_node=4 parallel_3d.py
@@ -44,7 +44,9 @@ import torch.distributed.nn  # else torch.optim loads it later, and it keeps our
 import torch.nn as nn
 import torch.nn.functional as F
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11
+# torch 2.13 renamed these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Mesh:
@@ -175,14 +177,16 @@ class Bucket:
         self.grad = self.flat_grad
         if self.n_shards == 1:
             self.work = dist.all_reduce(self.grad, **options)
-        else:  # a reduce-scatter, which gloo does at twice the bytes; finish() adds up
-            self.grad = torch.empty_like(self.flat_grad)
-            self.work = dist.all_to_all_single(self.grad, self.flat_grad, **options)
+        else:  # gloo's reduce-scatter is an all-reduce, which sends twice as much
+            gloo = dist.get_backend() == "gloo"
+            collective = dist.all_to_all_single if gloo else reduce_scatter
+            self.grad = torch.empty_like(self.flat_grad if gloo else self.own(self.flat_grad))
+            self.work = collective(self.grad, self.flat_grad, **options)
 
     def finish(self):
         self.work.wait()
         if self.n_shards > 1:
-            self.grad = self.grad.view(self.n_shards, -1).sum(0)
+            self.grad = self.grad.view(-1, len(self.shard)).sum(0)  # over gloo n_shards rows, else one
         self.grad /= self.mesh.dp
         self.shard.grad = self.grad.to(self.shard.dtype)
 
@@ -341,7 +345,11 @@ def parse(arguments=None):
     parser.add_argument("--pp", type=int, help="stages (none: 2 if what is left is even)")
     parser.add_argument("--zero", type=int, default=0, choices=(0, 1), help="1: shard optimizer states")
     parser.set_defaults(accum=4)
-    return parser.parse_args(arguments)
+    config = parser.parse_args(arguments)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
+    return config
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")
-AHEAD = 4  # receives posted before they are needed, and sends that have not been waited for
+AHEAD = 4  # sends that have not been waited for
 NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's gradient to the one before
 
 
@@ -180,7 +180,7 @@ class Pipeline(nn.Module):
             if param.grad is not None:
                 dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
-        self.ahead = AHEAD
+        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
 
     def _receive(self):
         if self.like[0] is None:
@@ -281,7 +281,11 @@ def parse(arguments=None):
     parser = flags()
     parser.add_argument("--schedule", default="1f1b", choices=("naive", "gpipe", "1f1b", "interleaved"))
     parser.set_defaults(accum=4)
-    return parser.parse_args(arguments)
+    config = parser.parse_args(arguments)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
+    return config
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -16,7 +16,7 @@ Communication (backward of an MLP; in forward nothing hides them)
     network |            | all-gather of x   | reduce-scatter of its gradient   |
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
-    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         an all-to-all and a sum; gloo's is an all-reduce
+    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         over gloo an all-to-all, which sends the same
     all-gather        kbs((6L+3)wh+2m)(N-1)/N         a third of them gather again
     all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is whole, once; a loss's maximum
 
@@ -44,6 +44,10 @@ import torch.distributed.nn  # else torch.optim loads it later, and it keeps our
 import torch.nn as nn
 import torch.nn.functional as F
 
+# torch 2.13 renamed these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Enter(torch.autograd.Function):
     """A linear layer of all-gathered tokens; backward reduce-scatters their gradient (the paper's g)."""
@@ -53,18 +57,18 @@ class Enter(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         work, shards = start_all_gather(x)
         work.wait()
-        return F.linear(torch.cat(shards, 1), weight, bias)
+        return F.linear(shards.flatten(1, 2), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):  # (B, T, F/N)
         x, weight = ctx.saved_tensors
-        all_gather, shards = start_all_gather(x)
-        reduce_scatter, partials = start_reduce_scatter(grad @ weight)
-        all_gather.wait()
+        all_gather_work, shards = start_all_gather(x)
+        reduce_scatter_work, partials = start_reduce_scatter(grad @ weight)
+        all_gather_work.wait()
         grad = grad.flatten(0, -2)
-        grad_weight = grad.T @ torch.cat(shards, 1).flatten(0, -2)
+        grad_weight = grad.T @ shards.flatten(0, -2)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        reduce_scatter.wait()
+        reduce_scatter_work.wait()
         return partials.sum(0), grad_weight, grad_bias
 
 
@@ -81,20 +85,22 @@ class Leave(torch.autograd.Function):
     def backward(ctx, grad):
         work, shards = start_all_gather(grad)
         work.wait()
-        return torch.cat(shards, 1)
+        return shards.flatten(1, 2)
 
 
 def start_all_gather(x):
-    """Start to gather the ranks' tokens. Returns the work and what it fills, a list of N x (B, T/N, D)."""
-    shards = list(x.new_empty(dist.get_world_size(), *x.shape))
-    return dist.all_gather(shards, x.contiguous(), async_op=True), shards
+    """Start to gather the ranks' tokens. Returns the work and what it fills, (B, N, T/N, D)."""
+    shards = x.new_empty(dist.get_world_size(), *x.shape)
+    return all_gather(shards, x.contiguous(), async_op=True), shards.movedim(0, 1)
 
 
 def start_reduce_scatter(x):
-    """Start an all-to-all of x (B, T, D). Returns work and what it fills, (N, B, T/N, D), to be summed."""
+    """Start for x (B, T, D). Returns work, and what it fills to be summed: over gloo N x (B, T/N, D)."""
     given = torch.stack(x.chunk(dist.get_world_size(), 1))
-    received = torch.empty_like(given)
-    return dist.all_to_all_single(received, given, async_op=True), received
+    gloo = dist.get_backend() == "gloo"  # whose own is an all-reduce, which sends twice as much
+    collective = dist.all_to_all_single if gloo else reduce_scatter
+    received = torch.empty_like(given if gloo else given[:1])
+    return collective(received, given, async_op=True), received
 
 
 def column_parallel(linear, x):
@@ -190,7 +196,7 @@ class SequenceParallel:
             if param in self.split:
                 dim, parts = self.split[param]
                 shards = param.new_empty(dist.get_world_size(), *param.shape)
-                dist.all_gather(list(shards), param.detach())
+                all_gather(shards, param.detach())
                 shards = shards.unflatten(dim + 1, (parts, -1)).movedim(0, dim + 1)
                 state_dict[name] = shards.flatten(dim, dim + 2)
         return state_dict

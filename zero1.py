@@ -17,6 +17,7 @@ Communication
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
     reduce-scatter    wP(N-1)/N                over gloo an all-to-all, which sends the same
     all-gather        wP(N-1)/N                together what ddp.py's all-reduce sends
+    NCCL rounds a sum of bf16 at each of its N-1 hops, gloo's way once: losses differ in the last digits.
 
 Run
     torchrun --nproc_per_node=2 zero1.py

@@ -18,6 +18,7 @@ Communication (with --prefetch 1; the root, which is in no unit, is gathered fir
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
     reduce-scatter    kwP(N-1)/N               over gloo an all-to-all, which sends the same
     all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
+    NCCL rounds a sum of bf16 at each of its N-1 hops, gloo's way once: losses differ in the last digits.
     Nearly 3P elements for each microbatch, where ddp.py sends 2P in a step.
 
 Run

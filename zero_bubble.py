@@ -4,8 +4,7 @@ Idea
     Backward computes two things: B, the gradient of a stage's input, which the stage before waits for, and
     W, the gradients of its weights, which nobody waits for. 1F1B does both at once. Here W comes later, when
     a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). ZB-H1 holds as much as 1F1B's rank 0 on
-    each rank. ZB-H2 begins with about twice as many forwards, and no rank is idle between its first action
-    and its last, if F, B and W take equally long (as the gradients' norm is awaited, not between steps).
+    each rank. ZB-H2 begins with about twice the forwards; with F, B, W equally long no rank idles in a step.
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
@@ -51,7 +50,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")
-AHEAD = 4  # receives posted before they are needed, and sends that have not been waited for
+AHEAD = 4  # sends that have not been waited for
 NEXT = {"F": 1, "B": -1, "W": math.inf}  # how many stages on a result is needed; that of W nowhere
 
 
@@ -139,15 +138,12 @@ class Pipeline(nn.Module):
         self.actions = schedule[self.rank]
         self.last_stage = len(ends) - 1
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        start = 0
-        for rank, end in enumerate(ends):
+        for rank, (start, end) in enumerate(zip([0, *ends], ends)):
             module = nn.Sequential(*layers[start:end])
-            start = end
             if rank == self.rank:
                 self.stage = module
             for param in module.parameters():
                 self.ranks_of[param].add(rank)
-        self.split = self.actions[-1].op == "W"
         self.later = deque()  # for each W to come, what it needs of each linear layer
         for layer in self.modules():
             if type(layer) is nn.Linear and layer.weight.requires_grad:
@@ -186,7 +182,7 @@ class Pipeline(nn.Module):
                 x, output = alive.pop((stage, k))
                 gradient = None if stage == self.last_stage else self._receive()
                 torch.autograd.backward(output, gradient)
-            if op == "W" or (op == "B" and not self.split):
+            if op == self.actions[-1].op:  # W; in 1f1b B, which does both
                 for weight, rows, columns in self.later.popleft():
                     if weight.grad is None:
                         weight.grad = torch.zeros_like(weight)
@@ -203,7 +199,7 @@ class Pipeline(nn.Module):
             if param.grad is not None:
                 dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
-        self.ahead = AHEAD
+        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
 
     def _receive(self):
         if self.like[0] is None:
@@ -211,8 +207,7 @@ class Pipeline(nn.Module):
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
             buffer = torch.empty_like(self.like[0], device=self.loss.device)
-            sender = stage - NEXT[op]
-            self.posted.append((dist.irecv(buffer, sender, self.groups[op]), buffer))
+            self.posted.append((dist.irecv(buffer, stage - NEXT[op], self.groups[op]), buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
@@ -301,7 +296,11 @@ def parse(arguments=None):
     parser = flags()
     parser.add_argument("--schedule", default="zb-h1", choices=("1f1b", "zb-h1", "zb-h2"))
     parser.set_defaults(accum=4)
-    return parser.parse_args(arguments)
+    config = parser.parse_args(arguments)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
+        refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
+    return config
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -142,11 +142,12 @@ class Partitioned:
     def put(self, x):
         """Start to keep this rank's shard of x, which must be contiguous. Returns what fetch() needs."""
         assert x.is_contiguous(), "a checkpoint must be contiguous"
-        flat = F.pad(x.detach().flatten(), (0, -x.numel() % self.world_size))
+        flat = x.detach().flatten()
+        if len(flat) % self.world_size:
+            flat = F.pad(flat, (0, -len(flat) % self.world_size))
         own = flat.chunk(self.world_size)[dist.get_rank(self.group)]
-        shard = torch.empty_like(own, **self.where)
-        with self.beside():
-            shard.copy_(own, non_blocking=True)
+        with self.beside():  # the shard is of that stream, so that a dropped one is not reused too early
+            shard = torch.empty_like(own, **self.where).copy_(own, non_blocking=True)
         if self.stream:
             own.record_stream(self.stream)  # its memory must not be reused before it has been copied
         return shard, x.shape, x.requires_grad

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from test_all import check_ledger, check_masters, check_parity
-from tests.harness import apart, holds, load, mutants, on_ranks, world
+from test_all import check_ledger, check_masters, check_parity, refused
+from tests.harness import TINY, apart, holds, load, mutants, on_ranks, world
 from tests.test_zero import Late
 
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}
@@ -282,8 +282,21 @@ def check_held(name):
         for rank, (held, posted, left) in enumerate(answers):
             expected = in_flight(load(name).build_schedule(schedule, size, m)[rank])
             assert expected * 0.9 < held < expected * 1.1 + 0.7, f"{schedule}: {held:.1f} held on rank {rank}"
-            assert posted == 5, f"{posted} receives posted at once, not 5"
+            assert posted == 2, f"{posted} receives posted at once, not 2"
             assert left == 5, f"{left} messages kept at once, not 5"
+
+
+def refused_with_one_gpu(name):
+    """On a rank of two, on a host with one GPU."""
+    alone = mock.patch("torch.cuda.device_count", lambda: 1), mock.patch("torch.cuda.set_device")
+    with alone[0], alone[1], mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
+        return refused(name, TINY)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "zero_bubble", "parallel_3d"])
+def test_fewer_gpus_than_ranks_are_refused_as_gloo_cannot_send_their_tensors(name):
+    (code, lines), other = world(2).run(refused_with_one_gpu, name)
+    assert code == 2 and other == (2, []) and len(lines) == 1 and "use --device cpu" in lines[0]
 
 
 test_each_promise_is_kept = holds(SCHEDULES, check_schedules, check_bubbles, check_layers, check_held)
@@ -307,7 +320,8 @@ MUTANTS = [
     ("pipeline", "        work.wait()\n        return buf", "        return buf", check_layers, "differ"),
     ("pipeline", "output = get_gradient_edge(output.", "(output.", check_held, "outputs are kept"),
     ("pipeline", "alive.pop((stage, k))", "alive[stage, k]", check_held, "inputs are kept"),
-    ("pipeline", "self.ahead = AHEAD", "pass", check_held, "1 receives posted"),
+    ("pipeline", "self.ahead = 1", "pass", check_held, "1 receives posted"),
+    ("zero_bubble", "self.ahead = 1", "self.ahead = AHEAD", check_held, "5 receives posted"),
     ("pipeline", "if len(self.sent) > AHEAD", "if False", check_held, "messages kept"),
     ("pipeline", "param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
     ("zero_bubble", "delay = depth * rank", "delay = depth * rank + 1", check_schedules, "in flight"),
