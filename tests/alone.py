@@ -100,6 +100,7 @@ class Rank:
 
     def __init__(self, path, rank, size):
         self.path = str(path)
+        self.name = Path(path).name
         self.rank = rank
         self.size = size
         self.backends = {}  # {group: backend}
@@ -110,7 +111,7 @@ class Rank:
         frame = sys._getframe()
         while frame and frame.f_code.co_filename != self.path:
             frame = frame.f_back
-        return f"{Path(self.path).name}:{frame.f_lineno} {frame.f_code.co_name}()" if frame else "nowhere"
+        return f"{self.name}:{frame.f_lineno} {frame.f_code.co_name}()" if frame else "nowhere"
 
     def backend(self, group=None):
         return self.backends.get(group or dist.group.WORLD, "nccl")

@@ -78,8 +78,10 @@ class Gpu(TorchDispatchMode, Rank):
 
     def operator(self, function, given, made):
         """Reads what is given; made: new or changed."""
-        places = {on_gpu(tensor) for tensor in (*given, *made) if tensor.dim() > 0 and not tensor.is_meta}
-        assert len(places) < 2 or function in INDEX, f"{self.where()}: a tensor of the host in {function}"
+        tensors = [*given, *made]
+        hosts = [tensor for tensor in tensors if not on_gpu(tensor) and tensor.dim() and not tensor.is_meta]
+        alone = not hosts or not any(map(on_gpu, tensors)) or function in INDEX
+        assert alone, f"{self.where()}: a tensor of the host in {function}"
 
     def copy(self, given, made, waits):
         """Between host and GPU."""
@@ -214,6 +216,7 @@ class Gpu(TorchDispatchMode, Rank):
                 (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread)),
                 (torch.UntypedStorage, "resize_"): lambda *args: self.resize_storage(resize, *args),
                 (torch.Tensor, "record_stream"): lambda tensor, stream: self.record(tensor, stream),
+                (torch.nn.functional, "scaled_dot_product_attention"): attention,
                 (torch.utils, "swap_tensors"): self.become,
                 (torch.__future__, "get_swap_module_params_on_conversion"): lambda: True,
             }
@@ -234,6 +237,11 @@ class Gpu(TorchDispatchMode, Rank):
         if hasattr(lesson, "Lane"):  # weights that move between host and GPU
             lesson.GPT = partial(born_on_gpu, lesson.GPT)
         return lesson
+
+
+def attention(q, k, v, is_causal=False, **_):
+    """A GPU's kernel, and not what torch has for devices that have none."""
+    return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
 
 def even_counts(moe, count, chosen):
