@@ -91,7 +91,7 @@ class Leave(torch.autograd.Function):
 def start_all_gather(x):
     """Start to gather the ranks' tokens. Returns the work and what it fills, (B, N, T/N, D)."""
     shards = x.new_empty(dist.get_world_size(), *x.shape)
-    return all_gather(shards, x.contiguous(), async_op=True), shards.movedim(0, 1)
+    return all_gather(shards, x[None].contiguous(), async_op=True), shards.movedim(0, 1)
 
 
 def start_reduce_scatter(x):
@@ -196,7 +196,7 @@ class SequenceParallel:
             if param in self.split:
                 dim, parts = self.split[param]
                 shards = param.new_empty(dist.get_world_size(), *param.shape)
-                all_gather(shards, param.detach())
+                all_gather(shards, param.detach()[None])
                 shards = shards.unflatten(dim + 1, (parts, -1)).movedim(0, dim + 1)
                 state_dict[name] = shards.flatten(dim, dim + 2)
         return state_dict

@@ -146,8 +146,9 @@ class Partitioned:
         if len(flat) % self.world_size:
             flat = F.pad(flat, (0, -len(flat) % self.world_size))
         own = flat.chunk(self.world_size)[dist.get_rank(self.group)]
-        with self.beside():  # the shard is of that stream, so that a dropped one is not reused too early
-            shard = torch.empty_like(own, **self.where).copy_(own, non_blocking=True)
+        with self.beside():  # the shard's memory is that stream's: freed early, it is not reused early
+            shard = torch.empty_like(own, **self.where)
+            shard.copy_(own, non_blocking=True)
         if self.stream:
             own.record_stream(self.stream)  # its memory must not be reused before it has been copied
         return shard, x.shape, x.requires_grad
