@@ -103,7 +103,7 @@ class Ours:
 def finish(device):
     """Wait for all that was begun, on all streams, by all ranks: between timed stretches, never in a step."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     dist.barrier()
 
 
@@ -194,14 +194,15 @@ class Race:
 
     def memory(self, title):
         """[live, process]: bytes of one contender in its third step, the most of any rank."""
-        self.three_steps(title, contextlib.nullcontext())  # what a first time loads stays allocated
+        on_gpu = self.device.type == "cuda"
+        if not on_gpu:
+            self.three_steps(title, contextlib.nullcontext())  # what a first time loads stays allocated
         gc.collect()
-        before = heap()
-        meter = HeapPeak()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        before, meter = heap(), HeapPeak()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.three_steps(title, meter)
-        live = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else meter.peak - before
+        live = torch.cuda.max_memory_allocated(self.device) if on_gpu else meter.peak - before
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         numbers = torch.tensor([live, process], dtype=torch.double, device=self.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
