@@ -4,16 +4,14 @@
     ./run.sh gpu ddp zero3 --tflops 148    (these lessons alone; a GPU that PEAKS lacks)
     ./run.sh gpu --rehearse                (on a CPU, with toy sizes, into runs/)
 
-Every lesson against single.py, as ./run.sh does it, on as many ranks as there are GPUs (or NPROC). Gaps in a
-traced step of zero3.py: from its first kernel or copy to its last, the share of time in which the stream that
+Every lesson against single.py, as ./run.sh does it, on as many ranks as GPUs (or NPROC). Gaps in a traced
+step of zero3.py: from its first kernel or copy to its last, the share of time in which the stream that
 computes ran none, and in which no stream did. Then gpt2 and gpt2-xl in bf16 through MODELS, taking turns with
-peers as in tools/bench.py, single.py and checkpointing.py on one rank. What fails, or no longer fits into the
-time, is a row that says so.
-
+peers as in tools/bench.py. What fails, or no longer fits into the time, is a row that says so.
 MFU: 6P + 12Lhs FLOPs per token (P parameters, L layers, width h, context s; PaLM, arXiv 2204.02311, appendix
-B; causality and recomputation do not count) over the GPUs' dense bf16 peak. ratio: the lesson's time over the
-row's, median, least, greatest. peak: the most that torch had allocated on a rank in three steps, activations
-included; formula: what the docstring says, of activations if it does. apart: weights from the lesson's.
+B; recomputation does not count) over the GPUs' dense bf16 peak. ratio: the lesson's time over the row's, then
+its least and most. peak: what torch had allocated on a rank in three steps, with activations; formula:
+the docstring's, with activations if it has one. apart: weights after three steps from the lesson's.
 """
 
 import argparse
@@ -39,15 +37,15 @@ from bench import ROOT, Race
 
 MODELS = {"single": [], "ddp": ["torch DDP, defaults"], "zero1": [], "zero2": [], "zero3": ["FSDP2"]}
 MODELS |= {"fusion": [], "checkpointing": []}  # and their peers in tools/peers.py
-ON_ONE_RANK = ("single", "checkpointing")
 SIZES, TOYS = {"gpt2": 8, "gpt2-xl": 4}, {"toy": 4}  # sequences of a rank
-LIMIT = 360  # seconds for a lesson and its peers
 # TFLOPS of dense bf16 products, from the vendor's data sheets; the first that fits
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989, "GH200": 989}
 PEAKS |= {"B200": 2250, "A100": 312, "A40": 150, "L40S": 362, "L40": 181, "L4": 121}
 STARTED, SECONDS = time.monotonic(), 29 * 60  # the thirtieth minute is for what has to be stopped
 COLUMNS = ["ranks", "ms", "tokens/s", "MFU %", "ratio", "least", "most", "peak GB", "formula GB", "apart"]
-ERROR = re.compile(r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception|SystemExit)\b.*|\w+\.py: .+)", re.M)
+ERROR = re.compile(
+    r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception|SystemExit)\b.*|\w+\.py: .+|.*Signal \d+ .*)", re.M
+)
 
 
 def measure(job):
@@ -61,8 +59,8 @@ def measure(job):
     result = race.run(os.path.dirname(job["out"]))
     config, ranks = race.config, dist.get_world_size()
     config.shares = ranks  # of the batch
-    letters = ledger.letters_of(race.lesson, config, ranks, dist.get_backend())
     formulas = ledger.read_formulas(race.lesson, config)
+    letters = ledger.letters_of(race.lesson, config, ranks, dist.get_backend())
     held = [ledger.evaluate(formulas[name], letters) for name in ledger.HELD if name in formulas]
     flops = 6 * letters["P"] + 12 * config.layers * config.width * config.context
     result |= {"peaks": peaks, "formula": sum(held), "flops": flops, "tokens": config.batch * config.context}
@@ -77,7 +75,7 @@ def error_in(output):
     return (errors or output.split("\n")[-2:-1] or ["ended without a word"])[0][:200]
 
 
-def run(command, limit, ranks=1, **environment):
+def run(command, limit=360, ranks=1, **environment):
     """(what a command printed within so many seconds, None or why it did not finish). ranks: by torchrun."""
     left = STARTED + SECONDS - time.monotonic()
     if left < 20:
@@ -122,17 +120,16 @@ def against_single(config):
 
 
 def flags_of(config, size, ranks):
-    batch = str(ranks * config.sizes[size])
-    return ["--size", size, "--dtype", "bf16", "--steps", "3", "--batch", batch]
+    return ["--size", size, "--dtype", "bf16", "--steps", "3", "--batch", str(ranks * config.sizes[size])]
 
 
 def rows_of(config, size, lesson, peers):
     """[row] of a lesson of this size and of these peers. If they fail together, the lesson runs alone."""
-    ranks = 1 if lesson in ON_ONE_RANK else config.ranks
+    ranks = 1 if lesson in ("single", "checkpointing") else config.ranks  # these two send nothing
     with tempfile.TemporaryDirectory() as folder:
         job = {"lesson": lesson, "peers": peers, "rounds": config.rounds, "out": f"{folder}/out.json"}
         job |= {"flags": flags_of(config, size, ranks), "compare": bool(peers) and size != "gpt2-xl"}
-        _, problem = run([__file__, "--job", json.dumps(job)], LIMIT, ranks)
+        _, problem = run([__file__, "--job", json.dumps(job)], ranks=ranks)
         if not problem:
             result = json.loads(Path(job["out"]).read_text())
             return [row_of(title, result, ranks, config.tflops) for title in result["rows"]]
@@ -156,7 +153,7 @@ def traced(config, size):
     """gaps() of the third step of zero3.py on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--trace", folder, "zero3.py", *flags_of(config, size, config.ranks)]
-        _, problem = run(["tools/ledger.py", *flags], LIMIT, config.ranks)
+        _, problem = run(["tools/ledger.py", *flags], ranks=config.ranks)
         if problem:
             return {"failed": problem}
         kinds = ["cpu_op"] if config.rehearse else ["kernel", "gpu_memcpy", "gpu_memset"]
@@ -173,8 +170,8 @@ def gaps(events, kinds):
             if "nccl" not in event["name"].lower():
                 streams.setdefault((event["pid"], event["tid"]), []).append(spans[-1])
     whole = max(end for _, end in spans) - min(start for start, _ in spans)
-    busy = max(map(length, streams.values()))
-    return {"ms": whole / 1e3, "compute": 1 - busy / whole, "all": 1 - length(spans) / whole}
+    compute = max(map(length, streams.values()))
+    return {"ms": whole / 1e3, "compute": 1 - compute / whole, "all": 1 - length(spans) / whole}
 
 
 def length(spans):
@@ -187,34 +184,25 @@ def length(spans):
 
 
 def lines_of(made):
-    """What gpu.md says."""
-    when = f"{made['date']}, {made['minutes']:.0f} minutes"
-    yield from (
-        "# The lessons on GPUs",
-        "",
-        when,
-        made["machine"],
-        f"MFU: of {made['peak']} TFLOPS a GPU",
-        "",
-    )
-    yield from ("## Every lesson against single.py", "", "```", *made["lessons"], "```", "")
+    """What gpu.md says, some lines together."""
+    yield f"# The lessons on GPUs\n\n{made['date']}, {made['minutes']:.0f} minutes: {made['machine']}"
+    yield f"\nMFU: of {made['peak']} TFLOPS a GPU\n\n## Every lesson against single.py\n\n```"
+    yield from made["lessons"]
     for size, rows in made["models"].items():
-        yield from (f"## {size}, bf16, {made['sequences'][size]} sequences a rank", "", "```")
+        yield f"```\n\n## {size}, bf16, {made['sequences'][size]} sequences a rank\n\n```"
         yield f"{'':<20}" + "".join(f"{name:>11}" for name in COLUMNS)
         for row in rows:
             cells = ["-" if row[name] is None else f"{row[name]:.4g}" for name in COLUMNS if name in row]
             yield f"{row['title']:<20}" + "".join(f"{cell:>11}" for cell in cells) + row.get("failed", "")
-        yield from ("```", "")
-    yield from ("## Gaps in a step of zero3.py", "")
-    yield made["gaps"].get("failed") or (
-        "In {ms:.1f} ms the stream that computes ran nothing for {compute:.1%}, all streams for {all:.1%}."
-    ).format(**made["gaps"])
+    yield "```\n\n## Gaps in a step of zero3.py\n"
+    text = "In {ms:.1f} ms the stream that computes ran nothing for {compute:.1%}, all streams for {all:.1%}."
+    yield made["gaps"].get("failed") or text.format(**made["gaps"])
 
 
 def write(made, folder):
     made["minutes"] = (time.monotonic() - STARTED) / 60
     mark = "rehearsal on a CPU, no result | " if made["rehearsal"] else ""
-    text = "".join(f"{mark}{line}".rstrip() + "\n" for line in lines_of(made))
+    text = "".join(f"{mark}{line}".rstrip() + "\n" for line in "\n".join(lines_of(made)).splitlines())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(text)
     (folder / "gpu.json").write_text(json.dumps(made, indent=None if mark else 1))
@@ -227,15 +215,13 @@ def main():
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--tflops", type=float, help="of a GPU")
     config = parser.parse_args()
-    if config.rehearse:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if config.rehearse else {}
     gpus = torch.cuda.device_count()
     if not gpus and not config.rehearse:
         parser.error("no GPU is visible here; --rehearse does it on the CPU")
-    gpu = torch.cuda.get_device_name(0) if gpus else "GPUs"
-    nccl = torch.cuda.nccl.version() if gpus else None
-    known = [tflops for name, tflops in PEAKS.items() if re.search(rf"\b{name}\b", gpu)]
-    config.tflops = config.tflops or next(iter(known), 0.1 if config.rehearse else None)  # or any number
+    gpu, nccl = (torch.cuda.get_device_name(0), torch.cuda.nccl.version()) if gpus else ("GPUs", None)
+    peaks = [tflops for name, tflops in PEAKS.items() if re.search(rf"\b{name}\b", gpu)]
+    config.tflops = config.tflops or next(iter(peaks), 0.1 if config.rehearse else None)  # or any number
     config.ranks = int(os.environ.get("NPROC") or gpus or 2)
     config.sizes, config.rounds = (TOYS, 2) if config.rehearse else (SIZES, 5)
     folder = ROOT / ("runs" if config.rehearse else "docs/results")
@@ -248,7 +234,7 @@ def main():
         for lesson in [name for name in MODELS if name in (config.lessons or MODELS)]:
             made["models"][size] += rows_of(config, size, lesson, MODELS[lesson])
             write(made, folder)
-    print(write(made, folder))
+    print(write(made, folder), end="")
 
 
 if __name__ == "__main__":
