@@ -83,9 +83,10 @@ class Ours:
         self.lesson.microbatches = begin
         self.lesson.print_step = lambda *_: None
         threading.Thread(target=self.train, daemon=True).start()
-        self.has_stopped.acquire()  # when all is built
+        self.step()  # builds all, up to its first turn
 
     def train(self):
+        self.may_go.acquire()
         try:
             with contextlib.redirect_stdout(None):
                 self.lesson.train(self.config)
@@ -103,7 +104,7 @@ class Ours:
 def finish(device):
     """Wait for all that was begun, on all streams, by all ranks: between timed stretches, never in a step."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     dist.barrier()
 
 
@@ -196,12 +197,12 @@ class Race:
         """[live, process]: bytes of one contender in its third step, the most of any rank."""
         self.three_steps(title, contextlib.nullcontext())  # what a first time loads stays allocated
         gc.collect()
-        before = heap()
-        meter = HeapPeak()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        before, meter = heap(), HeapPeak()
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.three_steps(title, meter)
-        live = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else meter.peak - before
+        live = torch.cuda.max_memory_allocated(self.device) if on_gpu else meter.peak - before
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         numbers = torch.tensor([live, process], dtype=torch.double, device=self.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
@@ -280,9 +281,8 @@ def launch(name, bench, *more):
         own += [f"--also={text}" for text in bench.also] + [f"--beside={other}" for other in bench.beside]
         own += OWN_FLAGS.get(name, [])
         environment = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
-        process = subprocess.Popen(
-            [*start, os.path.abspath(__file__), name, *own, *bench.flags], env=environment
-        )
+        start += [os.path.abspath(__file__), name, *own, *bench.flags]
+        process = subprocess.Popen(start, env=environment)
         try:
             code = process.wait()
         finally:  # if this process is told to end, the other one ends first, and what it started

@@ -145,7 +145,7 @@ def run(lesson, config, trace=None):
 
 def result_of(lesson, config, watch, history):
     """What --json writes: the most of any rank, with the formulas' values."""
-    ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device.type
+    ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
     dist.all_gather_object(everyone, (watch.held(), watch.sent, watch.elements))
@@ -158,7 +158,7 @@ def result_of(lesson, config, watch, history):
     letters["R"] = elements[lesson.DTYPES[config.dtype]]
     if hasattr(config, "tp"):
         letters["R"] = max(parameters_of_stage(config, letters, stage) for stage in range(config.pp))
-    result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device}
+    result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device.type}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
     formulas = read_formulas(lesson, config)
     for name, formula in formulas.items():
@@ -171,7 +171,7 @@ def result_of(lesson, config, watch, history):
         if name == "all-to-all" and name not in formulas:
             name = "reduce-scatter"
         result["sent"].setdefault(name, {"formula": 0})[what] = number
-    result["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else held["all"]
+    result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
     return result
 
 

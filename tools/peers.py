@@ -277,7 +277,7 @@ def peers_of(name):
         peers["FSDP2, explicit prefetch"] = partial(fsdp2, True, True)
         peers["FSDP2, no reshard"] = partial(fsdp2, False, False)
     if name == "offload":
-        on_host = CPUOffloadPolicy(pin_memory=False)  # which a CPU cannot do
+        on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         peers["FSDP2, CPUOffloadPolicy"] = partial(fsdp2, True, True, offload_policy=on_host)
     if name in ("tensor_parallel", "sequence_parallel"):
         peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")
