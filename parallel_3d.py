@@ -194,6 +194,7 @@ class Bucket:
     def update(self):
         own = self.own(self.flat_param)
         own.copy_(self.shard)
+        self.shard.grad = None
         if self.n_shards > 1:
             all_gather(self.flat_param, own, group=self.mesh.dp_group)
         self.flat_grad.zero_()
