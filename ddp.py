@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters)
     parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP
+    gradients     wP+cG     G masters have gradients at a time, 2^24 at most
     optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
@@ -156,24 +156,21 @@ def fill_buckets(params, cap_mb):
 
 
 class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies (ZeRO, arXiv 1910.02054, section 3.1).
-
-    Each copy has an optimizer of its own, so that one fp32 gradient is alive at a time.
-    """
+    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
+        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
+        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
+            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = master.split([param.numel() for param in params])
+            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
 
 
 def train(config):

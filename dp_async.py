@@ -8,7 +8,7 @@ Idea
 Memory (bytes; P parameters, N workers)
                   server    a worker
     parameters    (w+c)P    wP    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP        wP
+    gradients     wP+cG     wP    G masters have gradients at a time, 2^24 at most
     optimizer     KP        0     K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (asp)
@@ -149,9 +149,9 @@ class Server:
         if self.mode == "bsp" and not self.may_go_on(worker):
             return None
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        norm = sum(grad.square().sum(dtype=torch.float64) for grad in grads).sqrt() / self.pushes_per_update
+        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm() / self.pushes_per_update
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1) / self.pushes_per_update
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
         self.optimizer.step()
         self.module.zero_grad()
         self.version += 1
@@ -169,21 +169,21 @@ def work(server, worker, device, function, *arguments):
 
 
 class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
+    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
+        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
+        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
+            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = master.split([param.numel() for param in params])
+            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
 
 
 def train_share(server, worker, replica, step, share, config, text, times):

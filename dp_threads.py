@@ -6,10 +6,10 @@ Idea
     the script stays that of one device (torch.nn.DataParallel; arXiv 2006.15704, section 2.2).
 
 Memory (bytes; P parameters, N replicas, k microbatches of b sequences of s tokens for each replica)
-                  device 0      others    ranks of ddp.py
-    parameters    (w+c)P        wP        (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4
-    gradients     min(k,2)wP    wP        wP        those of a microbatch are whole before they are added
-    optimizer     KP            0         KP        K the moments: AdamW 8, in fp64 16; SGD 0
+                  device 0                   others   ranks of ddp.py
+    parameters    (w+c)P                     wP       (w+c)P   w a weight: fp32 4, bf16 2, fp64 8; c bf16 4
+    gradients     wP+max(min(1,k-1)wP,cG)    wP       wP+cG    a microbatch's, or those of G <= 2^24 masters
+    optimizer     KP                         0        KP       K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (1, 2 and 4 from device 0 to the others; 3 and 5 back)
     device 0 | 1 weights, | forward | 3 outputs | loss | 4 gradients | backward | 5 gradients  | clip, step
@@ -144,32 +144,29 @@ class ThroughReplicas(torch.autograd.Function):
 
 
 class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
+    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
+        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
+        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
+            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = master.split([param.numel() for param in params])
+            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
 
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
     """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
     params = list(params)
-    squares = 0
-    for param in params:
-        squares += param.grad.square().sum(dtype=torch.float64)
-    norm = squares.sqrt()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0].dtype))
     return norm
 
 

@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters; N ranks; microbatches of b sequences)
     parameters    (w+c)(P/N+(6L+2)h(N-1)/N)             w a weight: fp32 4, bf16 2, fp64 8; c its master
-    gradients     w(P/N+(6L+2)h(N-1)/N)                 norms and row-parallel biases are whole
+    gradients     w(P/N+(6L+2)h(N-1)/N)+cG              norms, row-parallel biases whole; G 2^24 at most
     optimizer     K(P/N+(6L+2)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
     activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     m max(w, 4); whole are two numbers of a loss
 
@@ -174,13 +174,12 @@ class SequenceParallel:
         flat_grad = nn.utils.parameters_to_vector(whole)
         dist.all_reduce(flat_grad)  # each rank's gradients cover its tokens
         nn.utils.vector_to_parameters(flat_grad, whole)
-        squares = 0
-        for param in params:
-            if param in self.split or dist.get_rank() == 0:  # what all ranks have counts once
-                squares += param.grad.square().sum(dtype=torch.float64)
+        # What all ranks have counts once.
+        own = [param.grad for param in params if param in self.split or dist.get_rank() == 0]
+        squares = torch.stack(torch._foreach_norm(own, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(own[0].dtype))
         return norm
 
     def full_state_dict(self):
@@ -197,21 +196,21 @@ class SequenceParallel:
 
 
 class MasterWeights:
-    """Steps fp32 copies of bf16 parameters, each with its own optimizer (arXiv 1910.02054, section 3.1)."""
+    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
+        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
+        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
+            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = master.split([param.numel() for param in params])
+            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
 
 
 def train(config):

@@ -9,7 +9,7 @@ Idea
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR
+    gradients     wR+cG     G masters have gradients at a time, 2^24 at most
     optimizer     KR        K the moments: AdamW 8, in fp64 16; SGD 0
     Activations of the microbatches in flight, from forward to W: min(k, N-i) in 1f1b, min(k, N) in zb-h1,
     min(k, 2N-1) in zb-h2. From B to W, what linear layers were given, and the gradients of their outputs.
@@ -234,7 +234,7 @@ class Pipeline(nn.Module):
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm.to(next(self.parameters()).dtype))
         return norm
 
     def unsplit(self):
@@ -249,21 +249,21 @@ def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
 
 
 class MasterWeights:
-    """An optimizer that steps fp32 copies of bf16 parameters (ZeRO, arXiv 1910.02054, 3.1), one by one."""
+    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
+        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
+        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
+            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = master.split([param.numel() for param in params])
+            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
 
 
 def train(config):

@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
     parameters     (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients      wP
+    gradients      wP+cG     G masters have gradients at a time, 2^24 at most
     optimizer      KP        K the moments: AdamW 8, in fp64 16; SGD 0
     activations    wbs(h(L/N+2)+2)+mbsv    when backward begins; m max(w, 4); wbshL/N can be on the host
     In backward 17wbsh more: 15 of a block, its input, the next one's. No buffer grows with the model (C_B).
@@ -176,29 +176,29 @@ def swap_random_states(states=()):
 
 
 class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
+    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
 
     def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
+        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
+        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
+            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = master.split([param.numel() for param in params])
+            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
 
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
     """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
     params = list(params)
-    norm = sum(param.grad.square().sum(dtype=torch.float64) for param in params).sqrt()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0].dtype))
     return norm
 
 
@@ -211,9 +211,8 @@ def train(config):
         block.forward = partial(checkpoint, block.forward, store=store)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
