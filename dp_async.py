@@ -6,10 +6,10 @@ Idea
     begins over K pushes ahead of the slowest (Ho et al., NIPS 2013, section 2). bsp: N pushes are one update.
 
 Memory (bytes; P parameters, N workers)
-                  server    a worker
-    parameters    (w+c)P    wP    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP+cG     wP    G masters have gradients at a time, 2^24 at most
-    optimizer     KP        0     K the moments: AdamW 8, in fp64 16; SGD 0
+                  server       a worker
+    parameters    (w+c)P       wP    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wP+3cG/2     wP    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    optimizer     KP           0     K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (asp)
     the server | pulls                       | update | pull                 | update |      | update |
@@ -38,6 +38,7 @@ import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -151,7 +152,7 @@ class Server:
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm() / self.pushes_per_update
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1) / self.pushes_per_update
-        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        torch._foreach_mul_(grads, scale.to(param))
         self.optimizer.step()
         self.module.zero_grad()
         self.version += 1
@@ -168,22 +169,22 @@ def work(server, worker, device, function, *arguments):
         server.lose(worker, error)
 
 
-class MasterWeights:
-    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
-        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
-        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
-            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
             master.grad = None
-            parts = master.split([param.numel() for param in params])
-            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train_share(server, worker, replica, step, share, config, text, times):
@@ -215,9 +216,8 @@ def train(config):
     model = GPT(config).to(device, DTYPES[config.dtype])
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     tasks = product(range(1, config.steps + 1), range(config.workers))
     server = Server(model, optimizer, tasks, config.workers, config.mode, config.staleness, config.clip)
     with ThreadPoolExecutor(config.workers) as threads, server:

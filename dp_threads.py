@@ -6,10 +6,10 @@ Idea
     the script stays that of one device (torch.nn.DataParallel; arXiv 2006.15704, section 2.2).
 
 Memory (bytes; P parameters, N replicas, k microbatches of b sequences of s tokens for each replica)
-                  device 0                   others   ranks of ddp.py
-    parameters    (w+c)P                     wP       (w+c)P   w a weight: fp32 4, bf16 2, fp64 8; c bf16 4
-    gradients     wP+max(min(1,k-1)wP,cG)    wP       wP+cG    a microbatch's, or those of G <= 2^24 masters
-    optimizer     KP                         0        KP       K the moments: AdamW 8, in fp64 16; SGD 0
+                  device 0                      others    ranks of ddp.py
+    parameters    (w+c)P                        wP        (w+c)P       w fp32 4, bf16 2, fp64 8; c: bf16 4
+    gradients     wP+max(min(1,k-1)wP,3cG/2)    wP        wP+3cG/2     a microbatch's, or G in bf16 and fp32
+    optimizer     KP                            0         KP           K moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (1, 2 and 4 from device 0 to the others; 3 and 5 back)
     device 0 | 1 weights, | forward | 3 outputs | loss | 4 gradients | backward | 5 gradients  | clip, step
@@ -34,6 +34,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -143,30 +144,33 @@ class ThroughReplicas(torch.autograd.Function):
         return None, None, *sum_gradients(replicas)
 
 
-class MasterWeights:
-    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
-        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
-        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
-            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
             master.grad = None
-            parts = master.split([param.numel() for param in params])
-            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
     """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
     params = list(params)
-    norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0].dtype))
+    squares = 0
+    for param in params:
+        squares += param.grad.square().sum(dtype=torch.float64)
+    norm = squares.sqrt()
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 
@@ -182,9 +186,8 @@ def train(config):
     dp = DP(model, devices, not config.no_threads)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
@@ -198,7 +201,8 @@ def train(config):
         model.zero_grad()
         print_step(config, step, loss, grad_norm, started)
     if config.save:
-        torch.save(model.state_dict(), config.save)
+        state_dict = model.state_dict()
+        torch.save(state_dict, config.save)
 
 
 def parse(arguments=None):

@@ -7,9 +7,9 @@ Idea
     (arXiv 2104.04473, section 2.2) gives rank i the stages i, N+i, ...
 
 Memory (bytes; R parameters on the rank with most, about P/N)
-    parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+cG     G masters have gradients at a time, 2^24 at most
-    optimizer     KR        K the moments: AdamW 8, in fp64 16; SGD 0
+    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wR+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
     In flight, each with its activations: naive 1, gpipe k, 1f1b min(k,N-i), interleaved min(Ck,(C+1)N-2i-1).
 
 Communication (1f1b, 4 ranks, 6 microbatches, times of F and B alike; . is idle, the "bubble")
@@ -211,7 +211,7 @@ class Pipeline(nn.Module):
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm.to(next(self.parameters()).dtype))
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
     def unsplit(self):
@@ -225,22 +225,22 @@ def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
     return x + positions.weight[: x.shape[1]]
 
 
-class MasterWeights:
-    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
-        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
-        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
-            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
             master.grad = None
-            parts = master.split([param.numel() for param in params])
-            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train(config):
@@ -260,7 +260,7 @@ def train(config):
     pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+        optimizer_class = partial(MasterWeights, optimizer_class)
     optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()

@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters; N ranks; microbatches of b sequences)
     parameters    (w+c)(P/N+(6L+2)h(N-1)/N)             w a weight: fp32 4, bf16 2, fp64 8; c its master
-    gradients     w(P/N+(6L+2)h(N-1)/N)+cG              norms, row-parallel biases whole; G 2^24 at most
+    gradients     w(P/N+(6L+2)h(N-1)/N)+3cG/2           norms, row-parallel biases whole; G 2^24 at most
     optimizer     K(P/N+(6L+2)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
     activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     m max(w, 4); whole are two numbers of a loss
 
@@ -174,12 +174,13 @@ class SequenceParallel:
         flat_grad = nn.utils.parameters_to_vector(whole)
         dist.all_reduce(flat_grad)  # each rank's gradients cover its tokens
         nn.utils.vector_to_parameters(flat_grad, whole)
-        # What all ranks have counts once.
-        own = [param.grad for param in params if param in self.split or dist.get_rank() == 0]
-        squares = torch.stack(torch._foreach_norm(own, dtype=torch.float64)).square().sum()
+        squares = 0
+        for param in params:
+            if param in self.split or dist.get_rank() == 0:  # what all ranks have counts once
+                squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(own[0].dtype))
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(param))
         return norm
 
     def full_state_dict(self):
@@ -195,22 +196,22 @@ class SequenceParallel:
         return state_dict
 
 
-class MasterWeights:
-    """Steps fp32 copies of bf16 parameters, 64 MiB of them at a time (ZeRO, arXiv 1910.02054, 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.groups = list(torch._utils._take_tensors(params, 2**25))  # of so many bytes, in fp32 twice
-        self.masters = [nn.Parameter(nn.utils.parameters_to_vector(group).float()) for group in self.groups]
-        self.optimizers = [optimizer_class([master], **options) for master in self.masters]
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in zip(self.groups, self.masters, self.optimizers):
-            master.grad = torch.cat([param.grad.flatten() for param in params], out=torch.empty_like(master))
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
             master.grad = None
-            parts = master.split([param.numel() for param in params])
-            torch._foreach_copy_(params, [part.view_as(param) for param, part in zip(params, parts)])
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train(config):
@@ -225,7 +226,7 @@ def train(config):
         block.heads //= world_size
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+        optimizer_class = partial(MasterWeights, optimizer_class)
     optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()

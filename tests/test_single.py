@@ -73,7 +73,7 @@ def check_master_steps(name):
     grads = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
     params = [torch.nn.Parameter(torch.linspace(0.1, 1, 5).bfloat16()) for _ in range(2)]
     wide = [torch.nn.Parameter(param.detach().float()) for param in params]
-    own = lesson.MasterWeights(params, torch.optim.AdamW, lr=1e-3)
+    own = lesson.MasterWeights(torch.optim.AdamW, params, lr=1e-3)
     optimizers = [own, torch.optim.AdamW(wide, lr=1e-3)]
     for step in grads:
         for each, optimizer in zip((params, wide), optimizers):
@@ -88,8 +88,8 @@ def check_groups(name):
     """A group of masters has 2^24 elements at most, or one parameter."""
     sizes = (2**23, 2**23, 5, 2**24 + 1, 7)
     params = [torch.nn.Parameter(torch.empty(size, dtype=torch.bfloat16)) for size in sizes]
-    own = load(name).MasterWeights(params, torch.optim.SGD, lr=1)
-    groups = [optimizer.param_groups[0]["params"][0].numel() for optimizer in own.optimizers]
+    own = load(name).MasterWeights(torch.optim.SGD, params, lr=1)
+    groups = [master.numel() for _, master, _ in own.groups]
     assert groups == [2**24, 5, 2**24 + 1, 7], f"other groups: {groups}"
 
 
@@ -114,7 +114,7 @@ MUTANTS = [
     ("single", "(config.seed, step)", "(0, step)", check_batches, "another seed"),
     ("single", "config.accum, -1)[rank]", "config.accum, -1)[0]", check_batches, "another global batch"),
     ("single", "tokens[..., 1:]", "tokens[..., :-1]", check_batches, "targets are not"),
-    ("single", "dtype=torch.float64)).norm()", "dtype=None)).norm()", check_norm, "the norm is"),
+    ("single", "grads, dtype=torch.float64", "grads", check_norm, "the norm is"),
     ("single", "params, max_norm, norm.to(", "params, 2 * max_norm, norm.to(", check_norm, "what is clipped"),
     ("single", "torch._foreach_copy_(", "zip(", check_master_steps, "not the fp32 steps"),
     ("single", "params, 2**25", "params, 1", check_groups, "other groups"),

@@ -293,7 +293,7 @@ MUTANTS = [
     ("dist.all_reduce(largest, dist.ReduceOp.MAX)", "largest.zero_()", check_layers, "the loss overflows"),
     (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_layers, "is not fp32"),
     ("dist.broadcast(tensor, 0)", "pass", check_net, "norms differ"),
-    ("or dist.get_rank() == 0]", "or True]", check_net, "norms differ"),
+    ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),
     ("dist.all_reduce(squares)", "pass", check_net, "norms differ"),
     ("type(layer) in (nn.Linear,", "isinstance(layer, nn.Linear) or (", check_said, "of another layer"),
 ]  # fmt: skip
