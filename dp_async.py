@@ -6,10 +6,10 @@ Idea
     begins over K pushes ahead of the slowest (Ho et al., NIPS 2013, section 2). bsp: N pushes are one update.
 
 Memory (bytes; P parameters, N workers)
-                  server    a worker
-    parameters    (w+c)P    wP    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP        wP
-    optimizer     KP        0     K the moments: AdamW 8, in fp64 16; SGD 0
+                  server       a worker
+    parameters    (w+c)P       wP    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wP+3cG/2     wP    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    optimizer     KP           0     K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (asp)
     the server | pulls                       | update | pull                 | update |      | update |
@@ -38,6 +38,7 @@ import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -149,9 +150,9 @@ class Server:
         if self.mode == "bsp" and not self.may_go_on(worker):
             return None
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        norm = sum(grad.square().sum(dtype=torch.float64) for grad in grads).sqrt() / self.pushes_per_update
+        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm() / self.pushes_per_update
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1) / self.pushes_per_update
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_mul_(grads, scale.to(param))
         self.optimizer.step()
         self.module.zero_grad()
         self.version += 1
@@ -168,22 +169,22 @@ def work(server, worker, device, function, *arguments):
         server.lose(worker, error)
 
 
-class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train_share(server, worker, replica, step, share, config, text, times):
@@ -215,9 +216,8 @@ def train(config):
     model = GPT(config).to(device, DTYPES[config.dtype])
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     tasks = product(range(1, config.steps + 1), range(config.workers))
     server = Server(model, optimizer, tasks, config.workers, config.mode, config.staleness, config.clip)
     with ThreadPoolExecutor(config.workers) as threads, server:

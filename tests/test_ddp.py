@@ -194,7 +194,7 @@ MUTANTS = [
     ("/ 5 / 2**20", "/ 4 / 2**20", check_buckets, "fifths"),
     ("        param.grad = view", "        pass", check_gradients, ""),
     ("square().sum(dtype=torch.float64)", "norm().double().square()", check_misuse_and_norm, "the norm is"),
-    ("param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
+    ("torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
     ("master.grad = None", "pass", check_bf16, "gradients: +"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "ddp")

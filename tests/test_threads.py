@@ -280,7 +280,7 @@ THREADS_MUTANTS = [
     ("        if not threads:  #", "        if False:  #", check_meeting, "with --no-threads"),
     ("        if not threads:  #", "        if True:  #", check_meeting, "not at work at once"),
     ("ctx.call = None", "pass", check_lifetimes, "outlive"),
-    ("param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
+    ("torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
 ]  # fmt: skip
 ASYNC_MUTANTS = [
     ('"bsp": 0', '"bsp": 1', check_straggler, "bsp does not wait"),

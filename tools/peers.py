@@ -64,7 +64,7 @@ def plain(wrap, lesson, config, device):
     optimizer_class = lesson.OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
         masters = importlib.import_module("ddp").MasterWeights
-        optimizer = masters(model.parameters(), optimizer_class, lr=config.lr, fused=True)
+        optimizer = masters(optimizer_class, model.parameters(), lr=config.lr, fused=True)
     else:
         optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     return Peer(lesson, config, model, wrap(model), optimizer)
