@@ -346,6 +346,8 @@ class Gpu(TorchDispatchMode, Rank):
 
     def on_gpu(self, function, args, kwargs):
         waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
+        if function in INDEX:  # only by a mask is the result's shape in the data
+            waits = any(tensor.dtype == torch.bool for tensor in tensors_in(args[1]))
         assert not waits, f"{self.where()}: the host waits for {function}"
         if function is aten.copy_.default and not on_gpu(args[0]):
             return args[0]
