@@ -293,6 +293,16 @@ class Stream:
         self.gpu.follow(self, other)
 
 
+class Fakes(FakeTensorMode):
+    """Whether it is in a kernel, where all tensors are of the device meta, each thread knows for itself."""
+
+    here = threading.local()
+    in_kernel_invocation = property(
+        lambda self: getattr(self.here, "inside", False),
+        lambda self, inside: setattr(self.here, "inside", inside),
+    )
+
+
 class Gpu(TorchDispatchMode, Rank):
     """A Rank with a GPU."""
 
@@ -317,7 +327,7 @@ class Gpu(TorchDispatchMode, Rank):
     def __init__(self, path, rank, size):
         TorchDispatchMode.__init__(self)
         Rank.__init__(self, path, rank, size)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = Fakes(allow_non_fake_inputs=True)
         self.lock = threading.RLock()
         self.here = threading.local()
         self.default_streams = {}

@@ -46,11 +46,13 @@ class Streams(Promises):
 
     def operator(self, function, given, made):
         super().operator(function, given, made)
-        streams = [self.stream(tensor.device) for tensor in (*made, *given) if on_gpu(tensor)]
-        if function in COPIES and len(set(streams)) == 2:  # two GPUs, which wait for each other
-            self.follow(*streams)
-            self.follow(*reversed(streams))
-        self.do(streams[0] if streams else self.host(), given, made)
+        streams = dict.fromkeys(self.stream(tensor.device) for tensor in (*made, *given) if on_gpu(tensor))
+        first, *others = streams or [self.host()]
+        for other in others if function in COPIES else ():  # another GPU: each waits for the other
+            self.follow(first, other)
+        self.do(first, given, made)
+        for other in others if function in COPIES else ():
+            self.follow(other, first)
 
     def copy(self, given, made, waits):
         tensors = [tensor for tensor in (*made, *given) if on_gpu(tensor)]

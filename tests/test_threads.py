@@ -284,7 +284,7 @@ THREADS_MUTANTS = [
 ]  # fmt: skip
 ASYNC_MUTANTS = [
     ('"bsp": 0', '"bsp": 1', check_straggler, "bsp does not wait"),
-    ('"ssp": self.staleness', '"ssp": self.staleness + 1', check_bound, "pushes ahead"),
+    ('"ssp": staleness', '"ssp": staleness + 1', check_bound, "pushes ahead"),
     ('"asp": math.inf', '"asp": 5', check_straggler, "asp waits"),
     ("ages[self.version - version]", "ages[self.version - version + 1]", check_straggler, "stale pushes"),
     ("return self.version", "return 0", check_straggler, "stale pushes"),
