@@ -70,8 +70,7 @@ class Server:
 
     def may_go_on(self, worker):
         """The rule: so many pushes a worker may be ahead of the slowest when it begins a task."""
-        ahead = self.clocks[worker] - min(self.clocks.values())
-        return ahead <= self.most_ahead
+        return self.clocks[worker] <= min(self.clocks.values()) + self.most_ahead
 
     def take(self, worker):
         """Wait until the worker may go on. Returns its task, or None if there will be no more."""
@@ -188,10 +187,11 @@ class MasterWeights:
 
 def train_share(server, worker, replica, step, share, config, text, times):
     """A task: push the gradient of a share. The host waits for it, once, to take so many times as long."""
+    batches = microbatches(config, text, step, replica.norm.weight.device, share, config.workers)
     version = server.pull(replica)
     started = time.perf_counter()
     loss = 0
-    for inputs, targets in microbatches(config, text, step, replica.norm.bias.device, share, config.workers):
+    for inputs, targets in batches:
         # Gradients add up over microbatches and each loss is a mean: divide to get the share's mean.
         microloss = mean_loss(replica(inputs), targets) / config.accum
         microloss.backward()
