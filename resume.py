@@ -151,8 +151,7 @@ class ShardedOptimizer:
 
     def __init__(self, params, optimizer_class, **options):
         self.params = params
-        numel = sum(map(torch.numel, params))
-        self.padding = params[0].new_zeros(-numel % dist.get_world_size())
+        self.padding = params[0].new_zeros(-sum(map(torch.numel, params)) % dist.get_world_size())
         self.flat_param = parameters_to_vector([*params, self.padding]).detach()
         vector_to_parameters(self.flat_param, params)  # which are now parts of it
         self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]
@@ -168,7 +167,8 @@ class ShardedOptimizer:
         """Clip the gradients' norm to max_norm, then step. Returns the norm before clipping."""
         flat_grad = parameters_to_vector([*(param.grad for param in self.params), self.padding])
         dist.all_reduce(flat_grad)
-        norm = sum(part.double().norm() ** 2 for part in flat_grad.split(2**24)).sqrt()  # as fp64 in parts
+        parts = flat_grad.split(2**24)  # which are copied to fp64, one by one
+        norm = sum(part.norm(dtype=torch.float64) ** 2 for part in parts).sqrt()
         self.shard.grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()].to(self.shard)
         self.shard.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
         self.optimizer.step()
