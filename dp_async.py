@@ -57,7 +57,7 @@ class Server:
         self.module = module
         self.optimizer = optimizer
         self.mode = mode
-        self.staleness = staleness
+        self.most_ahead = {"bsp": 0, "ssp": staleness, "asp": math.inf}[mode]  # pushes
         self.max_norm = max_norm or math.inf
         self.pushes_per_update = workers if mode == "bsp" else 1
         self.turn = threading.Condition()  # the lock of all that follows, notified of every change
@@ -70,10 +70,8 @@ class Server:
         self.error = None
 
     def may_go_on(self, worker):
-        """The rules: how many pushes a worker may be ahead of the slowest when it begins a task."""
-        ahead = self.clocks[worker] - min(self.clocks.values())
-        limits = {"bsp": 0, "ssp": self.staleness, "asp": math.inf}
-        return ahead <= limits[self.mode]
+        """The rule: so many pushes a worker may be ahead of the slowest when it begins a task."""
+        return self.clocks[worker] <= min(self.clocks.values()) + self.most_ahead
 
     def take(self, worker):
         """Wait until the worker may go on. Returns its task, or None if there will be no more."""
@@ -161,6 +159,7 @@ class Server:
 
 def work(server, worker, device, function, *arguments):
     """A worker's thread: function(server, worker, replica, *task, *arguments) for one task after another."""
+    torch.autograd.set_multithreading_enabled(False)  # its backwards stay in this thread
     try:
         replica = copy.deepcopy(server.module).to(device)
         while task := server.take(worker):
@@ -188,7 +187,7 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 
 def train_share(server, worker, replica, step, share, config, text, times):
-    """A task: push the gradient of a share of a step's batch, having taken so many times as long."""
+    """A task: push the gradient of a share. The host waits for it, once, to take so many times as long."""
     batches = microbatches(config, text, step, replica.norm.weight.device, share, config.workers)
     version = server.pull(replica)
     started = time.perf_counter()
@@ -197,7 +196,8 @@ def train_share(server, worker, replica, step, share, config, text, times):
         # Gradients add up over microbatches and each loss is a mean: divide to get the share's mean.
         microloss = mean_loss(replica(inputs), targets) / config.accum
         microloss.backward()
-        loss += microloss.item()
+        loss += microloss.detach()
+    loss = loss.item()
     time.sleep((times - 1) * (time.perf_counter() - started))
     server.push(worker, replica, version, loss)
 
@@ -211,7 +211,7 @@ def train(config):
     if slow not in map(str, range(config.workers)) or not re.fullmatch(r"[1-9]\d*(\.\d+)?", factor):
         refuse(f"--slow {config.slow}: must be R=F, a worker R below --workers and F times, from 1")
     torch.set_num_threads(torch.get_num_threads() // config.workers or 1)  # they share the cores
-    gpus = torch.cuda.device_count() or 1
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     devices = [torch.device(device.type, r % gpus) for r in range(config.workers)]
     model = GPT(config).to(device, DTYPES[config.dtype])
     optimizer_class = OPTIMIZERS[config.optim]

@@ -67,7 +67,7 @@ class DP(nn.Module):
 
 def replicate(module, devices, threads):
     """A replica of the module on each device. The first shares the module's tensors."""
-    arguments = zip([module] * len(devices), [None, *devices[1:]])
+    arguments = [(module, device) for device in [None, *devices[1:]]]
     return parallel_apply([replica_on] * len(devices), arguments, threads)
 
 
@@ -180,7 +180,7 @@ def train(config):
     if dist.get_world_size() > 1:
         refuse("runs in one process: start it without torchrun, with --replicas")
     torch.set_num_threads(torch.get_num_threads() // config.replicas or 1)  # they share the cores
-    gpus = torch.cuda.device_count() or 1
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     devices = [torch.device(device.type, r % gpus) for r in range(config.replicas)]
     model = GPT(config).to(device, DTYPES[config.dtype])
     dp = DP(model, devices, not config.no_threads)
