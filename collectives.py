@@ -1,21 +1,19 @@
 """Collectives: what an all-reduce is made of, from send and receive alone.
 
 Idea
-    A ring cuts x into N chunks, and in every round each rank passes one to its right neighbor: no rank sends
-    more than it must, but there are many rounds. Doubling takes lg N, which is what counts for a few bytes
-    (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH"). In
-    all functions x is flat and contiguous, of any dtype and length, the same on all ranks, and has S bytes.
+    A ring cuts x into N chunks; in every round each rank passes one to its right neighbor: none sends more
+    than it must, but rounds are many. Doubling takes lg N, which counts for a few bytes (Thakur et al. 2005).
+    In functions x is flat and contiguous, of any dtype and length, the same on all ranks, and has S bytes.
 
 Memory (bytes; P parameters)
     parameters    (w+c)P                 w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     2mP+min(1,N-1)mP/N     m: fp32 4, fp64 8; each, all in a flat tensor, and a chunk received
     optimizer     KP                     K the moments: AdamW 8, in fp64 16; SGD 0
 
-Communication (ring_all_reduce: the chunk that a rank sends in each round)
-    reduce-scatter: 1  2   all-gather:  3  4
-    rank 0          2  1                0  2
-    rank 1          0  2                1  0
-    rank 2          1  0                2  1
+Communication (ring_all_reduce: the chunk that a rank sends in each round of its two halves)
+    rank 0: reduce-scatter | 2 | 1 | all-gather | 0 | 2 |
+    rank 1: reduce-scatter | 0 | 2 | all-gather | 1 | 0 |
+    rank 2: reduce-scatter | 1 | 0 | all-gather | 2 | 1 |
 
 Costs (bytes that a rank sends in a step with --train; the others' stand with each function)
     send          2mP(N-1)/N
@@ -46,6 +44,8 @@ import torch.nn.functional as F
 def exchange(given, to, received, source, group):
     """Send and receive at once: if all ranks of a ring sent first, none would receive."""
     size = dist.get_world_size(group)
+    if given.is_cuda and dist.get_backend(group) == "gloo":
+        refuse("fewer GPUs than ranks, so over gloo, which sends no tensor of a GPU: use --device cpu")
     ops = [
         dist.P2POp(dist.irecv, received, group=group, group_peer=source % size),
         dist.P2POp(dist.isend, given, group=group, group_peer=to % size),
@@ -162,11 +162,11 @@ def compare(config):
         line = f"{x.nbytes:>9} bytes"
         for all_reduce in every:
             all_reduce(x)
-            x[0].item()  # waits for the device, and all ranks
+            float(x[0])  # waits for the device, and all ranks
             started = time.perf_counter()
             for _ in range(5):
                 all_reduce(x)
-            x[0].item()
+            float(x[0])
             line += f" | {all_reduce.__name__} {200 * (time.perf_counter() - started):.2f} ms"
         if dist.get_rank() == 0:
             print(line)
@@ -198,7 +198,7 @@ def train(config):
             loss += microloss.detach()
         grads = [param.grad for param in model.parameters()]
         flat_grad = nn.utils.parameters_to_vector(grads)
-        sums = torch.stack([loss, flat_grad.norm(dtype=torch.float64) ** 2])
+        sums = torch.stack([loss, sum(grad.norm(dtype=torch.float64) ** 2 for grad in grads)])
         ring_all_reduce(sums)
         ring_all_reduce(flat_grad)
         nn.utils.vector_to_parameters(flat_grad.div_(world_size), grads)  # the mean over ranks

@@ -6,9 +6,9 @@ Idea
     travel, in buckets, while it computes those of earlier layers (PyTorch Distributed, arXiv 2006.15704).
 
 Memory (bytes; P parameters)
-    parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP
-    optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
+    parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
     compute | forward | backward: layer 4 | layer 3  | layer 2  | layer 1  |          | clip, step
@@ -155,25 +155,22 @@ def fill_buckets(params, cap_mb):
     return buckets
 
 
-class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies (ZeRO, arXiv 1910.02054, section 3.1).
-
-    Each copy has an optimizer of its own, so that one fp32 gradient is alive at a time.
-    """
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train(config):
@@ -184,7 +181,7 @@ def train(config):
     ddp = DDP(model, config.bucket_cap_mb, not config.no_overlap)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
+        optimizer = MasterWeights(optimizer_class, model.parameters(), lr=config.lr, fused=True)
     else:
         optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):

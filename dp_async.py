@@ -6,10 +6,10 @@ Idea
     begins over K pushes ahead of the slowest (Ho et al., NIPS 2013, section 2). bsp: N pushes are one update.
 
 Memory (bytes; P parameters, N workers)
-                  server    a worker
-    parameters    (w+c)P    wP    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP        wP
-    optimizer     KP        0     K the moments: AdamW 8, in fp64 16; SGD 0
+                  server       a worker
+    parameters    (w+c)P       wP    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wP+3cG/2     wP    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    optimizer     KP           0     K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (asp)
     the server | pulls                       | update | pull                 | update |      | update |
@@ -38,6 +38,7 @@ import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Server:
         self.module = module
         self.optimizer = optimizer
         self.mode = mode
-        self.staleness = staleness
+        self.most_ahead = {"bsp": 0, "ssp": staleness, "asp": math.inf}[mode]  # pushes
         self.max_norm = max_norm or math.inf
         self.pushes_per_update = workers if mode == "bsp" else 1
         self.turn = threading.Condition()  # the lock of all that follows, notified of every change
@@ -69,10 +70,8 @@ class Server:
         self.error = None
 
     def may_go_on(self, worker):
-        """The rules: how many pushes a worker may be ahead of the slowest when it begins a task."""
-        ahead = self.clocks[worker] - min(self.clocks.values())
-        limits = {"bsp": 0, "ssp": self.staleness, "asp": math.inf}
-        return ahead <= limits[self.mode]
+        """The rule: so many pushes a worker may be ahead of the slowest when it begins a task."""
+        return self.clocks[worker] <= min(self.clocks.values()) + self.most_ahead
 
     def take(self, worker):
         """Wait until the worker may go on. Returns its task, or None if there will be no more."""
@@ -149,9 +148,9 @@ class Server:
         if self.mode == "bsp" and not self.may_go_on(worker):
             return None
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        norm = sum(grad.square().sum(dtype=torch.float64) for grad in grads).sqrt() / self.pushes_per_update
+        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm() / self.pushes_per_update
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1) / self.pushes_per_update
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_mul_(grads, scale.to(param))
         self.optimizer.step()
         self.module.zero_grad()
         self.version += 1
@@ -160,6 +159,7 @@ class Server:
 
 def work(server, worker, device, function, *arguments):
     """A worker's thread: function(server, worker, replica, *task, *arguments) for one task after another."""
+    torch.autograd.set_multithreading_enabled(False)  # its backwards stay in this thread
     try:
         replica = copy.deepcopy(server.module).to(device)
         while task := server.take(worker):
@@ -168,26 +168,26 @@ def work(server, worker, device, function, *arguments):
         server.lose(worker, error)
 
 
-class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train_share(server, worker, replica, step, share, config, text, times):
-    """A task: push the gradient of a share of a step's batch, having taken so many times as long."""
+    """A task: push the gradient of a share. The host waits for it, once, to take so many times as long."""
     batches = microbatches(config, text, step, replica.norm.weight.device, share, config.workers)
     version = server.pull(replica)
     started = time.perf_counter()
@@ -196,7 +196,8 @@ def train_share(server, worker, replica, step, share, config, text, times):
         # Gradients add up over microbatches and each loss is a mean: divide to get the share's mean.
         microloss = mean_loss(replica(inputs), targets) / config.accum
         microloss.backward()
-        loss += microloss.item()
+        loss += microloss.detach()
+    loss = loss.item()
     time.sleep((times - 1) * (time.perf_counter() - started))
     server.push(worker, replica, version, loss)
 
@@ -210,14 +211,13 @@ def train(config):
     if slow not in map(str, range(config.workers)) or not re.fullmatch(r"[1-9]\d*(\.\d+)?", factor):
         refuse(f"--slow {config.slow}: must be R=F, a worker R below --workers and F times, from 1")
     torch.set_num_threads(torch.get_num_threads() // config.workers or 1)  # they share the cores
-    gpus = torch.cuda.device_count() or 1
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     devices = [torch.device(device.type, r % gpus) for r in range(config.workers)]
     model = GPT(config).to(device, DTYPES[config.dtype])
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     tasks = product(range(1, config.steps + 1), range(config.workers))
     server = Server(model, optimizer, tasks, config.workers, config.mode, config.staleness, config.clip)
     with ThreadPoolExecutor(config.workers) as threads, server:

@@ -6,10 +6,10 @@ Idea
     the script stays that of one device (torch.nn.DataParallel; arXiv 2006.15704, section 2.2).
 
 Memory (bytes; P parameters, N replicas, k microbatches of b sequences of s tokens for each replica)
-                  device 0      others    ranks of ddp.py
-    parameters    (w+c)P        wP        (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4
-    gradients     min(k,2)wP    wP        wP        those of a microbatch are whole before they are added
-    optimizer     KP            0         KP        K the moments: AdamW 8, in fp64 16; SGD 0
+                  device 0                      others    ranks of ddp.py
+    parameters    (w+c)P                        wP        (w+c)P       w fp32 4, bf16 2, fp64 8; c: bf16 4
+    gradients     wP+max(min(1,k-1)wP,3cG/2)    wP        wP+3cG/2     a microbatch's, or G in bf16 and fp32
+    optimizer     KP                            0         KP           K moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (1, 2 and 4 from device 0 to the others; 3 and 5 back)
     device 0 | 1 weights, | forward | 3 outputs | loss | 4 gradients | backward | 5 gradients  | clip, step
@@ -34,6 +34,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ class DP(nn.Module):
 
 def replicate(module, devices, threads):
     """A replica of the module on each device. The first shares the module's tensors."""
-    arguments = zip([module] * len(devices), [None, *devices[1:]])
+    arguments = [(module, device) for device in [None, *devices[1:]]]
     return parallel_apply([replica_on] * len(devices), arguments, threads)
 
 
@@ -143,22 +144,22 @@ class ThroughReplicas(torch.autograd.Function):
         return None, None, *sum_gradients(replicas)
 
 
-class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 @torch.no_grad()
@@ -179,15 +180,14 @@ def train(config):
     if dist.get_world_size() > 1:
         refuse("runs in one process: start it without torchrun, with --replicas")
     torch.set_num_threads(torch.get_num_threads() // config.replicas or 1)  # they share the cores
-    gpus = torch.cuda.device_count() or 1
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     devices = [torch.device(device.type, r % gpus) for r in range(config.replicas)]
     model = GPT(config).to(device, DTYPES[config.dtype])
     dp = DP(model, devices, not config.no_threads)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
@@ -201,7 +201,8 @@ def train(config):
         model.zero_grad()
         print_step(config, step, loss, grad_norm, started)
     if config.save:
-        torch.save(model.state_dict(), config.save)
+        state_dict = model.state_dict()
+        torch.save(state_dict, config.save)
 
 
 def parse(arguments=None):

@@ -25,7 +25,8 @@ Run
 
 Left out
     Router z-loss and noise, one kernel for a rank's experts (a loop here), overlap of all-to-alls with
-    computation, fixed shapes (the host waits for the counts of each mixture).
+    computation, fixed shapes (here the host waits for the counts, once in each mixture and microbatch: they
+    are the sizes of its all-to-alls and of its experts' inputs).
 """
 
 import argparse
@@ -43,6 +44,8 @@ import torch.distributed.nn  # else torch.optim loads it later, and it keeps our
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
 class MoE(nn.Module):
@@ -75,10 +78,10 @@ class MoE(nn.Module):
         chosen = chosen.flatten()  # choice j of token i is at i * top_k + j
         counts = self.count(chosen)
         kept = self.fit(counts)
-        self.load = counts.sum(0)
-        self.dropped = 1 - kept.sum() / counts.sum()
+        total = counts.sum()
+        self.dropped = 1 - kept.sum() / total
         # Linear in the probabilities: this rank's are enough, as gradients are averaged over ranks.
-        share = self.load.to(probs) / counts.sum()
+        share = self.load.to(probs) / total
         self.balance_loss = len(share) * share @ probs.mean(0)
 
         rank = dist.get_rank()
@@ -96,9 +99,11 @@ class MoE(nn.Module):
 
     def count(self, chosen):
         """How many tokens of each of all ranks chose each expert: (N, X), on the host, which waits for it."""
-        own_counts = chosen.bincount(minlength=self.router.out_features)
-        counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
-        dist.all_gather(list(counts), own_counts)
+        own_counts = chosen.new_zeros(self.router.out_features)
+        own_counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = own_counts.repeat(dist.get_world_size(), 1)
+        all_gather(counts.flatten(), own_counts)
+        self.load = counts.sum(0)
         return counts.cpu()
 
     def fit(self, counts):
@@ -119,16 +124,13 @@ class MoE(nn.Module):
         sent = counts[rank].sum(1).tolist()
         received = own_counts.sum(1).tolist()
         rows = AllToAll.apply(rows, sent, received, self.group)  # ordered by rank, then by expert
-        experts = torch.arange(len(self.experts)).repeat(len(ranks))
-        experts = experts.repeat_interleave(own_counts.flatten())
-        by_expert = experts.argsort(stable=True).to(rows.device)
-        rows = rows[by_expert]
-        parts = rows.split(own_counts.sum(0).tolist())
-        outputs = []
-        for expert, part in zip(self.experts.values(), parts):
-            outputs.append(expert(part))
-        in_order = by_expert.argsort()
-        outputs = torch.cat(outputs)[in_order]
+        pieces = rows.split(own_counts.flatten().tolist())
+        outputs = [None] * len(pieces)
+        for i, expert in enumerate(self.experts.values()):
+            own = slice(i, None, len(self.experts))  # of the pieces: one from each rank
+            output = expert(torch.cat(pieces[own]))
+            outputs[own] = output.split(own_counts[:, i].tolist())
+        outputs = torch.cat(outputs)
         return AllToAll.apply(outputs, received, sent, self.group)
 
 
@@ -207,7 +209,9 @@ def average_gradients(model, group, same_experts, max_norm):
     squares = [0, 0]  # of the gradients of all but experts, of experts
     for name, param in model.named_parameters():
         is_expert = ".experts." in name
-        dist.all_reduce(param.grad, group=same_experts if is_expert else None)
+        sharers = same_experts if is_expert else None
+        if dist.get_world_size(sharers) > 1:
+            dist.all_reduce(param.grad, group=sharers)
         param.grad /= dist.get_world_size()  # experts', too: they are sums over the tokens of all ranks
         squares[is_expert] += param.grad.square().sum()
     dist.all_reduce(squares[1], group=group)

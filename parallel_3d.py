@@ -185,8 +185,8 @@ class Bucket:
 
     def finish(self):
         self.work.wait()
-        if self.n_shards > 1:
-            self.grad = self.grad.view(-1, len(self.shard)).sum(0)  # over gloo n_shards rows, else one
+        if len(self.grad) > len(self.shard):  # over gloo; NCCL has added up
+            self.grad = self.grad.view(self.n_shards, -1).sum(0)
         self.grad /= self.mesh.dp
         self.shard.grad = self.grad.to(self.shard.dtype)
 
@@ -194,6 +194,7 @@ class Bucket:
     def update(self):
         own = self.own(self.flat_param)
         own.copy_(self.shard)
+        self.shard.grad = None
         if self.n_shards > 1:
             all_gather(self.flat_param, own, group=self.mesh.dp_group)
         self.flat_grad.zero_()

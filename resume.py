@@ -9,12 +9,11 @@ Idea
 Memory (bytes; P parameters, N ranks; w a weight: fp32 4, bf16 2, fp64 8; m 4, in fp64 8; c bf16 4, else 0)
     parameters    wP          all weights
     gradients     2wP+cP/N    each parameter's; a copy in one tensor; in bf16 the shard's in fp32
-    optimizer     3mP/N       the shard's masters and two moments; as much on the host in a save; on disk 3mP
+    optimizer     3mP/N       the shard's masters and two moments; as much on the host to save; on disk 3mP
 
 Communication
-      train | step 9 | step 10 | copy | step 11 | step 12 | step 13
-    network |        |         |      |         |         | confirm
-       disk |        |         |      | rank-0.bin, fsync |         | rename
+    training | step 9 | step 10 | copy | step 11 | step 12 | step 13
+      saving |        |         |      | rank-0.bin, fsync | confirm | rename
 
 Costs (bytes that a rank of a ring sends in a step; a save sends a few numbers)
     all-reduce    2wP(N-1)/N
@@ -68,7 +67,7 @@ def save(folder, run, keep, group, step, state):
     shards = [None] * dist.get_world_size()
     dist.all_gather_object(shards, shard, group=group)
     if dist.get_rank() == 0:
-        publish(draft, {"step": step, "world_size": len(shards), **run, "shards": shards}, keep)
+        publish(draft, {"step": step, **run, "shards": shards}, keep)
 
 
 def publish(draft, manifest, keep):
@@ -152,13 +151,12 @@ class ShardedOptimizer:
 
     def __init__(self, params, optimizer_class, **options):
         self.params = params
-        numel = sum(map(torch.numel, params))
-        self.padding = params[0].new_zeros(-numel % dist.get_world_size())
+        self.padding = params[0].new_zeros(-sum(map(torch.numel, params)) % dist.get_world_size())
         self.flat_param = parameters_to_vector([*params, self.padding]).detach()
         vector_to_parameters(self.flat_param, params)  # which are now parts of it
         self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]
-        weights = self.own.to(torch.promote_types(self.own.dtype, torch.float32))
-        self.state = torch.stack([weights, torch.zeros_like(weights), torch.zeros_like(weights)])
+        self.state = self.own.repeat(3, 1).to(torch.promote_types(self.own.dtype, torch.float32))
+        self.state[1:] = 0
         self.shard = nn.Parameter(self.state[0])
         self.optimizer = optimizer_class([self.shard], **options)
         self.steps = torch.zeros((), device=self.own.device)
@@ -169,8 +167,9 @@ class ShardedOptimizer:
         """Clip the gradients' norm to max_norm, then step. Returns the norm before clipping."""
         flat_grad = parameters_to_vector([*(param.grad for param in self.params), self.padding])
         dist.all_reduce(flat_grad)
-        norm = flat_grad.norm(dtype=torch.float64)
-        self.shard.grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()].to(self.shard.dtype)
+        parts = flat_grad.split(2**24)  # which are copied to fp64, one by one
+        norm = sum(part.norm(dtype=torch.float64) ** 2 for part in parts).sqrt()
+        self.shard.grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()].to(self.shard)
         self.shard.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -182,21 +181,21 @@ class ShardedOptimizer:
         all_gather(self.flat_param, self.own)
 
 
-def go_on(config, model, sharded):
-    """Load the newest checkpoint. Returns the function that saves."""
+def go_on(config, sharded):
+    """Load the newest checkpoint. Returns the function that saves, and where to copy the state for it."""
     if config.every < 1 or config.keep < 1:
         refuse(f"--every {config.every}, --keep {config.keep}: must be 1 or more")
     run = {"format": 1}
     for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
         run[name] = getattr(config, name)
-    run["shapes"] = {name: list(param.shape) for name, param in model.named_parameters()}
     group = dist.new_group(backend="gloo")  # for the thread that saves
     try:
         sharded.steps.fill_(load(config.checkpoint, run, group, sharded.state))
     except (OSError, ValueError) as problem:
         refuse(f"--checkpoint {config.checkpoint}: {problem}")
     sharded.unshard()
-    return partial(save, config.checkpoint, run, config.keep, group)
+    snapshot = torch.empty_like(sharded.state, device="cpu", pin_memory=sharded.state.is_cuda)
+    return partial(save, config.checkpoint, run, config.keep, group), snapshot
 
 
 def train(config):
@@ -209,7 +208,7 @@ def train(config):
     thread = ThreadPoolExecutor(1)
     saving = thread.submit(int)  # nothing yet
     if config.checkpoint:
-        write = go_on(config, model, sharded)
+        write, snapshot = go_on(config, sharded)
     for step in range(int(sharded.steps) + 1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
@@ -225,7 +224,7 @@ def train(config):
             if not saving.done():
                 say(f"step {step} waits for the save before it; raise --every")
             saving.result()
-            saving = thread.submit(write, step, sharded.state.to("cpu", copy=True).numpy())
+            saving = thread.submit(write, step, snapshot.copy_(sharded.state).numpy())
         if config.no_overlap or step == config.steps:
             saving.result()
         print_step(config, step, loss, grad_norm, started)

@@ -4,6 +4,7 @@
 # ./run.sh test [...]      the tests (what follows goes to pytest)
 # ./run.sh lint            ruff
 # ./run.sh site            the lessons as pages, in docs/site
+# ./run.sh gpu             for whoever has GPUs: half an hour, docs/results/gpu.md (--rehearse: on a CPU, toy sizes)
 #
 # NPROC=2 ./run.sh         ranks (default: the GPUs, or 4 without any)
 # FLAGS="--size small --dtype bf16 --data my_text/" ./run.sh
@@ -45,6 +46,11 @@ site)
     say "Open docs/site/index.html"
     exit
     ;;
+gpu)
+    shift
+    set_up requirements.txt "torch numpy"
+    exec "$python" tools/gpu.py "$@"
+    ;;
 esac
 
 set_up requirements.txt "torch numpy"
@@ -66,7 +72,7 @@ run() { # NAME COMMAND ...
     local name=$1
     shift
     say "$name: $* ${flags[*]}"
-    "$@" "${flags[@]}" --json "runs/$name.json" --save "runs/$name.pt" || echo "$name: exit code $?"
+    ${LIMIT:+timeout --foreground --kill-after=40 "$LIMIT"} "$@" "${flags[@]}" --json "runs/$name.json" --save "runs/$name.pt" || echo "$name: exit code $?"
 }
 
 run single "$python" tools/ledger.py single.py

@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters; N ranks; microbatches of b sequences)
     parameters    (w+c)(P/N+(6L+2)h(N-1)/N)             w a weight: fp32 4, bf16 2, fp64 8; c its master
-    gradients     w(P/N+(6L+2)h(N-1)/N)                 norms and row-parallel biases are whole
+    gradients     w(P/N+(6L+2)h(N-1)/N)+3cG/2           norms, row-parallel biases whole; G 2^24 at most
     optimizer     K(P/N+(6L+2)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
     activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     m max(w, 4); whole are two numbers of a loss
 
@@ -91,7 +91,7 @@ class Leave(torch.autograd.Function):
 def start_all_gather(x):
     """Start to gather the ranks' tokens. Returns the work and what it fills, (B, N, T/N, D)."""
     shards = x.new_empty(dist.get_world_size(), *x.shape)
-    return all_gather(shards, x.contiguous(), async_op=True), shards.movedim(0, 1)
+    return all_gather(shards, x[None].contiguous(), async_op=True), shards.movedim(0, 1)
 
 
 def start_reduce_scatter(x):
@@ -186,7 +186,7 @@ class SequenceParallel:
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(param))
         return norm
 
     def full_state_dict(self):
@@ -196,28 +196,28 @@ class SequenceParallel:
             if param in self.split:
                 dim, parts = self.split[param]
                 shards = param.new_empty(dist.get_world_size(), *param.shape)
-                all_gather(shards, param.detach())
+                all_gather(shards, param.detach()[None])
                 shards = shards.unflatten(dim + 1, (parts, -1)).movedim(0, dim + 1)
                 state_dict[name] = shards.flatten(dim, dim + 2)
         return state_dict
 
 
-class MasterWeights:
-    """Steps fp32 copies of bf16 parameters, each with its own optimizer (arXiv 1910.02054, section 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train(config):
@@ -232,7 +232,7 @@ def train(config):
         block.heads //= world_size
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+        optimizer_class = partial(MasterWeights, optimizer_class)
     optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()

@@ -7,9 +7,9 @@ Idea
     most updates of a bf16 weight would round to nothing (ZeRO, arXiv 1910.02054, section 3.1).
 
 Memory (bytes; P parameters)
-    parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients     wP
-    optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
+    parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
+    gradients     wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
     None: | forward | backward | forward | backward | ... | clip | step |
@@ -30,6 +30,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,25 +41,22 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies (ZeRO, arXiv 1910.02054, section 3.1).
-
-    Each copy has an optimizer of its own, so that one fp32 gradient is alive at a time.
-    """
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 @torch.no_grad()
@@ -68,39 +66,41 @@ def clip_grad_norm_(params, max_norm):
     torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype.
     """
     params = list(params)
-    squares = 0
-    for param in params:
-        squares += param.grad.square().sum(dtype=torch.float64)
-    norm = squares.sqrt()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    grads = [param.grad for param in params]
+    norms = torch._foreach_norm(grads, dtype=torch.float64)
+    norm = torch.stack(norms).norm()
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(grads[0]))
     return norm
 
 
 def train(config):
     """Train with these flags."""
     device, text = set_up(config)
-    if dist.get_world_size() > 1:
+    world_size = dist.get_world_size()
+    if world_size > 1:
         refuse("runs in one process: start it without torchrun, or start ddp.py")
     model = GPT(config).to(device, DTYPES[config.dtype])
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    max_norm = config.clip or math.inf
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
-        for inputs, targets in microbatches(config, text, step, device):
+        batches = microbatches(config, text, step, device)
+        for inputs, targets in batches:
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
             microloss = mean_loss(model(inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        grad_norm = clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         model.zero_grad()
         print_step(config, step, loss, grad_norm, started)
     if config.save:
-        torch.save(model.state_dict(), config.save)
+        state_dict = model.state_dict()
+        torch.save(state_dict, config.save)
 
 
 def parse(arguments=None):

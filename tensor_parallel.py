@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters; N ranks; microbatches of b sequences)
     parameters    (w+c)(P/N+(6L+2+s)h(N-1)/N)             w a weight: fp32 4, bf16 2, fp64 8; c its master
-    gradients     w(P/N+(6L+2+s)h(N-1)/N)                 norms, row-parallel biases and positions are whole
+    gradients     w(P/N+(6L+2+s)h(N-1)/N)+3cG/2           row-parallel biases, norms, positions whole; G: 2^24
     optimizer     K(P/N+(6L+2+s)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
     activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)   m max(w, 4); inputs of norms, qkv, up whole
 
@@ -159,7 +159,7 @@ class TensorParallel:
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(param))
         return norm
 
     def full_state_dict(self):
@@ -175,22 +175,22 @@ class TensorParallel:
         return state_dict
 
 
-class MasterWeights:
-    """Steps fp32 copies of bf16 parameters, each with its own optimizer (arXiv 1910.02054, section 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train(config):
@@ -205,7 +205,7 @@ def train(config):
         block.heads //= world_size
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+        optimizer_class = partial(MasterWeights, optimizer_class)
     optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()

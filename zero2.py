@@ -65,6 +65,7 @@ class ZeRO2(nn.Module):
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group_src=0, group=group)
         self.units = []
+        self.reducing = None  # the unit that was last to start
         for submodule, params in find_units(module, unit_class).items():
             unit = Unit(module, params, group)
             submodule.register_forward_pre_hook(unit.wait_for_unshard, prepend=True)
@@ -86,8 +87,9 @@ class ZeRO2(nn.Module):
 
     def _reduce(self, unit):
         """Start to reduce-scatter the unit's gradients, once the reduce-scatter before has finished."""
-        for other in self.units:
-            other.finish_reduce()
+        if self.reducing:
+            self.reducing.finish_reduce()
+        self.reducing = unit
         unit.start_reduce()
 
     @torch.no_grad()

@@ -44,7 +44,6 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 # torch 2.13 renamed these two.
@@ -70,6 +69,7 @@ class ZeRO3(nn.Module):
         self.world_size = dist.get_world_size(group)
         self.prefetch = prefetch
         self.units = []
+        self.reducing = None  # the unit that was last to start
         for submodule, params in find_units(module, unit_class).items():
             unit = Unit(module, params, device, group)
             unit.reshard_after_forward = reshard_after_forward and submodule is not module
@@ -105,9 +105,9 @@ class ZeRO3(nn.Module):
             return
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
-        outputs = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if outputs:
-            register_multi_grad_hook(outputs, partial(self._pre_backward, unit), mode="any")
+        for x in tree_leaves(output):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                x.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
         if not unit.in_backward:
@@ -124,8 +124,9 @@ class ZeRO3(nn.Module):
 
     def _reduce(self, unit):
         """Start to reduce-scatter the unit's gradients, once the reduce-scatter before has finished."""
-        for other in self.units:
-            other.finish_reduce()
+        if self.reducing:
+            self.reducing.finish_reduce()
+        self.reducing = unit
         unit.start_reduce()
 
     @torch.no_grad()
@@ -189,6 +190,9 @@ class Unit:
             for name, param in submodule._parameters.items():
                 if param in weight_of:
                     self.slots.append((submodule, name, weight_of[param]))
+        for submodule, name, weight in self.slots:
+            delattr(submodule, name)
+            submodule.register_buffer(name, weight)
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
         self.reshard()
@@ -211,17 +215,18 @@ class Unit:
             self.all_gather_work.wait()
             self.all_gather_work = None
             for submodule, name, weight in self.slots:
-                delattr(submodule, name)
-                submodule.register_buffer(name, weight)
+                del vars(submodule)[name]
+                submodule._buffers[name] = weight
 
     def reshard(self):
         """Free the weights, and end their unit's backward."""
-        self.wait_for_unshard()
-        self.flat_param.untyped_storage().resize_(0)
-        for submodule, name, _ in self.slots:
-            delattr(submodule, name)
-            vars(submodule)[name] = ShardedWeight()
         self.in_backward = False
+        self.wait_for_unshard()
+        if self.flat_param.untyped_storage().nbytes() > 0:
+            self.flat_param.untyped_storage().resize_(0)
+            for submodule, name, _ in self.slots:
+                del submodule._buffers[name]
+                vars(submodule)[name] = ShardedWeight()
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""

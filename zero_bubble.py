@@ -7,9 +7,9 @@ Idea
     each rank. ZB-H2 begins with about twice the forwards; with F, B, W equally long no rank idles in a step.
 
 Memory (bytes; R parameters on the rank with most, about P/N)
-    parameters    (w+c)R    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR
-    optimizer     KR        K the moments: AdamW 8, in fp64 16; SGD 0
+    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wR+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
     Activations of the microbatches in flight, from forward to W: min(k, N-i) in 1f1b, min(k, N) in zb-h1,
     min(k, 2N-1) in zb-h2. From B to W, what linear layers were given, and the gradients of their outputs.
 
@@ -243,22 +243,22 @@ def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
     return x + positions.weight[: x.shape[1]]
 
 
-class MasterWeights:
-    """An optimizer that steps fp32 copies of bf16 parameters (ZeRO, arXiv 1910.02054, 3.1), one by one."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train(config):
@@ -275,7 +275,7 @@ def train(config):
     pipe = Pipeline(layers, split_layers(layers, len(schedule)), mean_loss, schedule)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class=optimizer_class)
+        optimizer_class = partial(MasterWeights, optimizer_class)
     optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()

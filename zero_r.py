@@ -7,9 +7,9 @@ Idea
     arXiv 1910.02054, section 6.1). While block 4 recomputes, they all-gather the input of block 3.
 
 Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
-    parameters     (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients      wP
-    optimizer      KP        K the moments: AdamW 8, in fp64 16; SGD 0
+    parameters     (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
+    gradients      wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    optimizer      KP          K the moments: AdamW 8, in fp64 16; SGD 0
     activations    wbs(h(L/N+2)+2)+mbsv    when backward begins; m max(w, 4); wbshL/N can be on the host
     In backward 17wbsh more: 15 of a block, its input, the next one's. No buffer grows with the model (C_B).
 
@@ -146,8 +146,9 @@ class Partitioned:
         if len(flat) % self.world_size:
             flat = F.pad(flat, (0, -len(flat) % self.world_size))
         own = flat.chunk(self.world_size)[dist.get_rank(self.group)]
-        with self.beside():  # the shard is of that stream, so that a dropped one is not reused too early
-            shard = torch.empty_like(own, **self.where).copy_(own, non_blocking=True)
+        with self.beside():  # the shard's memory is that stream's: freed early, it is not reused early
+            shard = torch.empty_like(own, **self.where)
+            shard.copy_(own, non_blocking=True)
         if self.stream:
             own.record_stream(self.stream)  # its memory must not be reused before it has been copied
         return shard, x.shape, x.requires_grad
@@ -176,30 +177,30 @@ def swap_random_states(states=()):
     return before
 
 
-class MasterWeights:
-    """An optimizer of bf16 parameters that steps fp32 copies, one by one (arXiv 1910.02054, section 3.1)."""
-
-    def __init__(self, params, optimizer_class, **options):
-        self.masters = []
-        for param in params:
-            master = nn.Parameter(param.detach().float())
-            self.masters.append((param, master, optimizer_class([master], **options)))
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for param, master, optimizer in self.masters:
-            master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            param.copy_(master)
             master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
     """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
     params = list(params)
-    norm = sum(param.grad.square().sum(dtype=torch.float64) for param in params).sqrt()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))
     return norm
 
 
@@ -212,9 +213,8 @@ def train(config):
         block.forward = partial(checkpoint, block.forward, store=store)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(model.parameters(), optimizer_class, lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0

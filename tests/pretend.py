@@ -29,6 +29,11 @@ def on_gpu(tensor):
     return isinstance(tensor, FakeTensor)
 
 
+def on_host(tensor):
+    """Whether it is, and is neither a number nor a mere shape."""
+    return not on_gpu(tensor) and tensor.dim() > 0 and not tensor.is_meta
+
+
 @cache
 def register():
     backend_registration._setup_privateuseone_for_python_backend("pretend")
@@ -72,16 +77,18 @@ class Gpu(TorchDispatchMode, Rank):
         self.here = threading.local()
         self.default_streams = {}
         self.current_device = None
+        self.broken = []
         self.waits = Counter()  # {(step, thread, why, where): how often the host waits for the GPU}
+
+    def hold(self, kept, rule):
+        """If it is not kept, fail at the end: autograd's C++ loses what a hook raises on such a device."""
+        if not kept:
+            self.broken.append(rule)
 
     # ---- what happens ----
 
     def operator(self, function, given, made):
         """Reads what is given; made: new or changed."""
-        tensors = [*given, *made]
-        hosts = [tensor for tensor in tensors if not on_gpu(tensor) and tensor.dim() and not tensor.is_meta]
-        alone = not hosts or not any(map(on_gpu, tensors)) or function in INDEX
-        assert alone, f"{self.where()}: a tensor of the host in {function}"
 
     def copy(self, given, made, waits):
         """Between host and GPU."""
@@ -92,14 +99,13 @@ class Gpu(TorchDispatchMode, Rank):
         self.waits[self.step, threading.current_thread().name, why, self.where()] += 1
 
     def launch(self, launch):
-        host = not all(map(on_gpu, launch.given + launch.made))
-        assert not (host and self.backend(launch.group) == "nccl"), (
-            f"{launch.where}: a tensor of the host over NCCL"
-        )
+        self.objects(launch.name, launch.group, None)
+        host = any(map(on_host, (*launch.given, *launch.made))) and self.backend(launch.group) == "nccl"
+        self.hold(not host, f"{launch.where}: a tensor of the host over NCCL")
 
     def objects(self, name, group, device):
         ready = self.backend(group) != "nccl" or self.current_device or device
-        assert ready, f"{self.where()}: {name} over NCCL before torch.cuda.set_device"
+        self.hold(ready, f"{self.where()}: {name} over NCCL before torch.cuda.set_device")
 
     # ---- operators ----
 
@@ -117,8 +123,11 @@ class Gpu(TorchDispatchMode, Rank):
                 result = function(*args, **kwargs)
             elif function is aten._local_scalar_dense.default:
                 self.host_waits("item")
-                return 1.0 if given[0].is_floating_point() else 1
+                return 0
             else:
+                if any(map(on_host, given)) and any(map(on_gpu, given)) and function not in (*COPIES, *INDEX):
+                    self.hold(False, f"{self.where()}: a tensor of the host in {function}")
+                    args, kwargs = tree_map_only(torch.Tensor, self.moved, (args, kwargs))
                 result = self.on_gpu(function, args, kwargs)
             self.note(function, args, kwargs, given, tensors_in(result), pinned)
         return result
@@ -127,7 +136,7 @@ class Gpu(TorchDispatchMode, Rank):
         waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
         if function in INDEX:  # it waits for the shape only of what a mask chooses
             waits = any(tensor.dtype == torch.bool for tensor in tensors_in(args[1]))
-        assert not waits, f"{self.where()}: the host waits for {function}"
+        self.hold(not waits, f"{self.where()}: the host waits for {function}")
         if function is aten.copy_.default and not on_gpu(args[0]):
             return args[0]
         if function is aten._to_copy.default and not on_gpu(args[0]):
@@ -136,6 +145,10 @@ class Gpu(TorchDispatchMode, Rank):
         with self.fake:
             result = function(*args, **kwargs)
         return tree_map_only(FakeTensor, self.real_if_on_host, result)
+
+    def moved(self, tensor):
+        with self.fake:
+            return torch.empty_like(tensor, device="pretend:0") if on_host(tensor) else tensor
 
     def real_if_on_host(self, tensor):
         if tensor.fake_device.type == "pretend":
@@ -226,8 +239,14 @@ class Gpu(TorchDispatchMode, Rank):
     def world(self):
         """Within it, torch.pretend is this rank's, too."""
         register()
-        with super().world(), self:
-            yield
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor() of a GPU is seen as a copy
+        try:
+            with super().world(), self:
+                yield
+        finally:
+            torch._C._set_only_lift_cpu_tensors(before)
+            assert not self.broken, self.broken[0]
 
     def load_lesson(self):
         """As it is, but for what tensors without data cannot do."""

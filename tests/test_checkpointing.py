@@ -242,10 +242,12 @@ def check_streams(name):
     store = lesson.Partitioned(torch.device("meta"), offload=True)
     streams = mock.Mock(beside=mock.MagicMock())
     store.stream = streams.side
+    streams.empty.side_effect = torch.empty_like
     with (
         mock.patch.object(torch.cuda, "stream", streams.beside),
         mock.patch.object(torch.cuda, "current_stream", lambda device: "computation"),
         mock.patch.object(torch.Tensor, "record_stream", streams.record),
+        mock.patch.object(torch, "empty_like", streams.empty),
         mock.patch.object(torch.Tensor, "copy_", streams.copy),
     ):
         stored = store.put(torch.ones(4, device="meta"))
@@ -253,7 +255,7 @@ def check_streams(name):
         assert store.fetch(*stored)[0].device.type == "meta", "not brought back"
     calls = [name.split(".")[-1] for name, _, _ in streams.mock_calls]
     beside = ["wait_stream", "beside", "__enter__"]
-    expected = [*beside, "copy", "__exit__", "record", *beside, "__exit__"]
+    expected = [*beside, "empty", "copy", "__exit__", "record", *beside, "__exit__"]
     assert calls == expected, f"other calls: {calls}"
 
 

@@ -4,7 +4,7 @@ import io
 import itertools
 import math
 import re
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.harness import TINY, apart, holds, load, mutants, on_ranks, world
 from tests.test_zero import Late
@@ -120,6 +121,15 @@ def check_waits(name):
     assert x.tolist() == [2] * 10, f"not waited for: {x}"
 
 
+@on_ranks(2)
+def check_refusal(name):
+    """A GPU's tensor over gloo, which is there if GPUs are fewer than ranks, ends all ranks in one line."""
+    with FakeTensorMode(), redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit, match="2"):
+        load(name).exchange(*2 * [torch.empty(4, device="cuda"), 1], None)
+    lines = said.getvalue().splitlines()
+    assert ["--device cpu" in line for line in lines] == [True] * (dist.get_rank() == 0), f"says {lines}"
+
+
 def printed(name, function, flags):
     lesson = load(name)
     with redirect_stdout(io.StringIO()) as stdout:
@@ -188,7 +198,9 @@ def test_the_model_of_a_link_is_fitted_and_crosses_where_the_paper_says():
     assert links.crossover(rows, "ring_all_reduce", alpha, beta)[0] == pytest.approx(2 * predicted)
 
 
-test_each_promise_is_kept = holds("collectives", check_waits, check_table, check_noise, check_noise_scale)
+test_each_promise_is_kept = holds(
+    "collectives", check_waits, check_refusal, check_table, check_noise, check_noise_scale
+)
 MUTANTS = [
     ("own = chunks[rank - i - 1]\n", "own = chunks[rank - i]\n", check_equal, "ring_all_reduce"),
     ("out = x.clone()", "out = x", check_equal, "ring_all_gather"),

@@ -68,7 +68,7 @@ def on_gpu(path, size, rank, accum, flags):
     waits = {}
     for (step, thread, why, where), times in gpu.waits.items():
         key = why, where.split()[1]
-        if step == 1 and (name == "dp_async" or thread == "MainThread"):
+        if step == 1 and not thread.startswith(("up", "down")):  # offload.py's
             waits[key] = waits.get(key, 0) + times
     expected = {key: accum if times == "k" else times for key, times in (WAITS | NAMED.get(name, {})).items()}
     assert waits == expected, f"the host waits {waits}, not {expected}"
@@ -146,3 +146,69 @@ def orders(name):
 @pytest.mark.parametrize("name", [name for name in OWN if name not in ALONE])
 def test_ranks_meet_in_the_order_that_nccl_needs(name):
     together(in_order, name, orders(name))
+
+
+# ---- mutants: each breaks a rule ----
+
+SET_DEVICE = "    torch.cuda.set_device(device if gpus else -1)  # -1: none\n"
+HOST, WAITS_IN, NO_DEVICE = "of the host", "the host waits", "over NCCL before torch.cuda.set_device"
+USES, FREES = "uses what a collective still", "empties what a collective still uses"
+TAKES, LATE = "takes memory that another stream still uses", "uses what another stream has not finished"
+FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n            self.reduce_work.wait()"
+ON_GPU = [
+    ("ddp", SET_DEVICE, "", NO_DEVICE),
+    ("pipeline", SET_DEVICE, "", NO_DEVICE),
+    ("ddp", "all_reduce(bucket.flat_grad,", "all_reduce(bucket.flat_grad.cpu(),", HOST),
+    ("zero1", "self.own.copy_(self.shard)", "self.own.copy_(self.shard.cpu())", WAITS_IN),
+    ("zero2", "views[weight].add_(weight.grad)", "views[weight].add_(weight.grad.sum().item())", WAITS_IN),
+    ("zero3", "self.flat_grad.zero_()", "self.flat_grad.any().item()", WAITS_IN),
+    ("tensor_parallel", "all_reduce(grad_x,", "all_reduce(grad_x.cpu(),", HOST),
+    ("sequence_parallel", "= x.new_empty(dist", "= torch.empty(dist", HOST),
+    ("fusion", "x = model.norm(x)", "x = model.norm(x.cpu())", HOST),
+    ("ddp", "            bucket.work.wait()\n", "", USES),
+    ("zero1", "self.all_gather_work.wait()", "pass", USES),
+    ("zero1", "self.reduce_work.wait()", "pass", USES),
+    ("zero2", "self.reduce_work.wait()", FREE_FIRST, FREES),
+    ("zero3", "self.reduce_work.wait()", FREE_FIRST, FREES),
+    ("tensor_parallel", "        work.wait()\n", "", USES),
+    ("sequence_parallel", "all_gather_work.wait()", "pass", USES),
+    ("zero_r", "            own.record_stream(self.stream)", "            pass", TAKES),
+    ("zero_r", "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", LATE),
+    ("zero_r", "        work.wait()\n", "", USES),
+    ("offload", "torch.cuda.current_stream().wait_stream(self.up.stream)", "pass", USES),
+    ("offload", "self.stream.wait_stream(torch.cuda.current_stream())", "pass", LATE),
+    ("offload", "work.result().wait()", "work.result()", USES),
+    ("pipeline", "        work.wait()\n        return", "        return", USES),
+    ("zero_bubble", "        work.wait()\n        return", "        return", USES),
+    ("parallel_3d", "        self.work.wait()\n", "", USES),
+    ("collectives", "        work.wait()\n", "        pass\n", USES),
+]
+MEET, WAIT = "ranks do not meet", "ranks wait for one another"
+OTHER_GROUP = "self.groups['FB'.replace(op, '')]"
+ALONE_IN = "if rank == 0:\n            dist.all_reduce(loss)"
+UNBATCHED = """    for op in ops:
+        to = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
+        op.op(op.tensor, group=group, **to).wait()
+    for work in []:"""
+ORDER = [
+    ("ddp", "dist.all_reduce(loss)", ALONE_IN, MEET),
+    (
+        "zero1",
+        "dist.all_reduce(squares,",
+        "dist.all_reduce(squares.float() if dist.get_rank() else squares,",
+        MEET,
+    ),
+    ("zero3", "1 + self.prefetch]:", "1 + self.prefetch + dist.get_rank()]:", MEET),
+    ("parallel_3d", "ranks, axis, -1)", "ranks, axis, -1)[:: -1 if dist.get_rank() else 1]", MEET),
+    ("pipeline", "[dist.new_group(), dist.new_group()] for", "[dist.new_group()] * 2 for", WAIT),
+    ("zero_bubble", '{op: dist.new_group() for op in "FB"}', 'dict.fromkeys("FB", dist.new_group())', WAIT),
+    ("pipeline", "self.ahead = 1 ", "self.ahead = 4 ", WAIT),
+    ("zero_bubble", "self.ahead = 1 ", "self.ahead = 4 ", WAIT),
+    ("zero_bubble", "tensor.contiguous(), stage, self.groups[op]", f"tensor, stage, {OTHER_GROUP}", WAIT),
+    ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
+    ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
+]
+on_gpus = partial(check_gpu, accum=3, flags="--dtype bf16")
+test_a_mutant_is_rejected_on_gpus = mutants([(*row[:3], on_gpus, row[3]) for row in ON_GPU])
+of_4 = partial(check_order, size=4)
+test_a_mutant_is_rejected_by_nccls_rules = mutants([(*row[:3], of_4, row[3]) for row in ORDER])

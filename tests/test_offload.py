@@ -1,10 +1,13 @@
 """What is special to offload.py."""
 
+import threading
 import time
+import types
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from test_all import check_ledger, check_masters, check_parity, check_refusal
 from tests.harness import TINY, apart, holds, load, mutants, on_ranks, train, world
@@ -148,8 +151,23 @@ def check_step(name):
             assert first["step", i, "starts"] < first["bring", i - 1, "ends"], "a step waits for the link"
 
 
+@on_ranks(2)
+def check_one_order(name):
+    """In forward and backward one thread launches all collectives, so that all ranks have the same order."""
+    lesson, threads = load(name), set()
+
+    def noted(collective):
+        return lambda *args, **more: threads.add(threading.current_thread().name) or collective(*args, **more)
+
+    lesson.all_gather = noted(lesson.all_gather)
+    lesson.dist = types.SimpleNamespace(**vars(dist) | {"all_to_all_single": noted(dist.all_to_all_single)})
+    lesson.train(lesson.parse(f"{TINY} --params".split()))
+    assert threads == {"up_0"}, f"launched by {threads}"
+
+
 test_what_is_on_the_device = holds("offload", check_played, check_saved_midway)
 test_link_host_and_device_work_at_once = holds("offload", check_overlap, check_step)
+test_all_ranks_launch_collectives_in_one_order = holds("offload", check_one_order)
 BUFFER = "self.landing = torch.empty_like(own, pin_memory=pinned)"
 WAIT = "        self.stepped.result()\n        self.offload.up"
 MUTANTS = [
@@ -162,6 +180,7 @@ MUTANTS = [
     ("[i::direction]", "[i:]", check_overlap, "too late in backward"),
     ("        offload.sent.result()", "        offload.sent.done()", check_gradients, "gradients: +"),
     ("        if offload.params:\n            self.drop()\n", "", WITH_PARAMS, "parameters: +"),
+    ("offload.up.submit(start)", "offload.down.submit(start)", check_one_order, "launched by"),
     ("            unit.drop()\n", "", check_saved_midway, "on the device after"),
     ("0 < i < len(blocks) - 1", "i > 0", WITH_PARAMS, "up: sent +"),
 ]  # fmt: skip

@@ -323,7 +323,7 @@ MUTANTS = [
     ("pipeline", "self.ahead = 1", "pass", check_held, "1 receives posted"),
     ("zero_bubble", "self.ahead = 1", "self.ahead = AHEAD", check_held, "5 receives posted"),
     ("pipeline", "if len(self.sent) > AHEAD", "if False", check_held, "messages kept"),
-    ("pipeline", "param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
+    ("pipeline", "torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
     ("zero_bubble", "delay = depth * rank", "delay = depth * rank + 1", check_schedules, "in flight"),
     ("zero_bubble", "depth = 2", "depth = 3", check_bubbles, "not the published rate"),
     ("zero_bubble", "rows.sum(0) if ctx.needs_input_grad[2] else None", "None", check_zb, "losses differ"),

@@ -205,11 +205,11 @@ def check_advice(name):
 
 
 def check_lessons(name):
-    """Without what is in flight (U, E), the docstrings' formulas are plan.py's."""
+    """Without what is in flight (U, E, G), the docstrings' formulas are plan.py's."""
     plan, ledger = load(name), load("tools/ledger")
     P, N, k = 6400, 4, 3
     for precision, w, c, K in ("fp32", 4, 0, 8), ("mixed", 2, 4, 8):
-        letters = {"P": P, "N": N, "k": k, "w": w, "m": 4, "c": c, "K": K} | dict.fromkeys("TUEfg", 0)
+        letters = {"P": P, "N": N, "k": k, "w": w, "m": 4, "c": c, "K": K} | dict.fromkeys("TUEGfg", 0)
         for stage, lesson in enumerate(("ddp", "zero1", "zero2", "zero3")):
             formulas = ledger.read_formulas(load(lesson), None)
             values = {key: ledger.evaluate(text, letters) for key, text in formulas.items()}

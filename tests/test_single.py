@@ -2,11 +2,12 @@
 
 import itertools
 import math
+import re
 
 import torch
 
 from test_all import check_parity
-from tests.harness import holds, load, mutants, on_ranks, train, world
+from tests.harness import ROOT, holds, load, mutants, on_ranks, train, world
 from tests.test_zero import check_norm
 
 
@@ -54,7 +55,7 @@ def check_master_steps(name):
     grads = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
     params = [torch.nn.Parameter(torch.linspace(0.1, 1, 5).bfloat16()) for _ in range(2)]
     wide = [torch.nn.Parameter(param.detach().float()) for param in params]
-    own = lesson.MasterWeights(params, torch.optim.AdamW, lr=1e-3)
+    own = lesson.MasterWeights(torch.optim.AdamW, params, lr=1e-3)
     optimizers = [own, torch.optim.AdamW(wide, lr=1e-3)]
     for step in grads:
         for each, optimizer in zip((params, wide), optimizers):
@@ -65,6 +66,21 @@ def check_master_steps(name):
         assert torch.equal(param, each.bfloat16()), "not the fp32 steps, rounded"
 
 
+def check_groups(name):
+    """A group of masters has 2^24 elements at most, or one parameter."""
+    sizes = (2**23, 2**23, 5, 2**24 + 1, 7)
+    params = [torch.nn.Parameter(torch.empty(size, dtype=torch.bfloat16)) for size in sizes]
+    own = load(name).MasterWeights(torch.optim.SGD, params, lr=1)
+    groups = [master.numel() for _, master, _ in own.groups]
+    assert groups == [2**24, 5, 2**24 + 1, 7], f"other groups: {groups}"
+
+
+def test_master_weights_are_the_same_lines_in_every_lesson():
+    sources = [path.read_text() for path in ROOT.glob("*.py")]
+    texts = re.findall(r"^class MasterWeights:.*?^\n\n", "\n".join(sources), re.S | re.M)
+    assert len(texts) == 10 and len(set(texts)) == 1
+
+
 def test_the_loss_starts_at_chance_and_falls():
     result, _ = train("single", 1, "")
     assert abs(result["losses"][0] - math.log(256)) < 0.1
@@ -72,15 +88,17 @@ def test_the_loss_starts_at_chance_and_falls():
 
 
 test_master_weights_step_in_fp32_and_round = holds(("single", "ddp"), check_master_steps)
+test_masters_are_stepped_in_groups = holds("single", check_groups)
 test_every_world_draws_the_same_global_batch = holds("single", check_batches)
 MUTANTS = [
     ("single", "(config.seed, step)", "(config.seed, 0)", check_batches, "steps draw the same"),
     ("single", "(config.seed, step)", "(0, step)", check_batches, "another seed"),
     ("single", "config.accum, -1)[rank]", "config.accum, -1)[0]", check_batches, "another global batch"),
     ("single", "tokens[..., 1:]", "tokens[..., :-1]", check_batches, "targets are not"),
-    ("single", "square().sum(dtype=torch.float64)", "norm().double().square()", check_norm, "the norm is"),
-    ("single", "params, max_norm, norm)", "params, 2 * max_norm, norm)", check_norm, "what is clipped"),
-    ("single", "param.copy_(master)", "pass", check_master_steps, "not the fp32 steps"),
+    ("single", "grads, dtype=torch.float64", "grads", check_norm, "the norm is"),
+    ("single", "params, max_norm, norm.to(", "params, 2 * max_norm, norm.to(", check_norm, "what is clipped"),
+    ("single", "torch._foreach_copy_(", "zip(", check_master_steps, "not the fp32 steps"),
+    ("single", "params, 2**25", "params, 1", check_groups, "other groups"),
     ("ddp", "microloss.detach()", "microloss.detach() / 2", check_parity, "losses differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)

@@ -238,7 +238,7 @@ MUTANTS = [
     ("ddp", "        if self.syncing:\n", "        if True:\n", check_parity, "belong in no_sync()"),
     ("ddp", "bucket.work.wait()", "pass", check_late, "weights differ"),
     ("ddp", "square().sum(dtype=torch.float64)", "norm().double().square()", check_norm, "the norm is"),
-    ("ddp", "param.copy_(master)", "pass", check_masters, "bf16 weights moved by"),
+    ("ddp", "torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
     ("zero1", "if param.requires_grad:", "if True:", check_odd, "weights differ"),
     ("zero1", "syncing = i == config.accum", "syncing = True", check_parity, "syncing must be False"),
     ("zero1", "self.flat_grad.zero_()", "pass", check_parity, "losses differ"),

@@ -5,6 +5,7 @@
     python tools/bench.py zero3 --hosts 2 --rate 1gbit    (Linux and root: see tools/hosts.sh)
     python tools/bench.py zero3 --also "--prefetch 0" --also=--no-reshard    (what each idea buys)
     python tools/bench.py zero1 --beside ddp              (one lesson beside another)
+    python tools/bench.py --host --dtype bf16             (host time)
 
 Lessons come first, then flags: those below, and the lessons' own (--size, --batch, --dtype, --device ...).
 
@@ -16,7 +17,8 @@ processes of its own: "live" is the most bytes that it had allocated after any o
 "process" the most that the process took.
 
 With --hosts the bytes are counted that each host really sent, and the floor is what a step can hardly be
-shorter than: the longer of compute alone (1/N of the batch, nothing sent) and bytes / rate.
+shorter than: the longer of compute alone (1/N of the batch, nothing sent) and bytes / rate. With --host times
+are the process's on its cores, of a tiny model; single.py runs beside it, and in bf16 the lesson in fp32.
 """
 
 import argparse
@@ -46,9 +48,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # DeepSpeed has another balance loss
+OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
 WHOLE_BATCH = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
 WHOLE_BATCH += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")  # for all ranks the same batch
 LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", "offload", "fusion", "resume", *WHOLE_BATCH)
+ALL = ("single", "dp_threads", "dp_async", *LESSONS)  # the first three with --host alone
 # After 3 steps of up to 1e-3: AdamW turns rounding noise in a gradient that is zero (a key bias's) into one.
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}
 
@@ -83,9 +87,10 @@ class Ours:
         self.lesson.microbatches = begin
         self.lesson.print_step = lambda *_: None
         threading.Thread(target=self.train, daemon=True).start()
-        self.has_stopped.acquire()  # when all is built
+        self.step()  # builds all, up to its first turn
 
     def train(self):
+        self.may_go.acquire()
         try:
             with contextlib.redirect_stdout(None):
                 self.lesson.train(self.config)
@@ -103,7 +108,7 @@ class Ours:
 def finish(device):
     """Wait for all that was begun, on all streams, by all ranks: between timed stretches, never in a step."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     dist.barrier()
 
 
@@ -114,15 +119,14 @@ def bytes_sent():
     return next((int(line.split()[9]) for line in lines if line.strip().startswith(f"{link}:")), 0)
 
 
-class Race:
-    """The contenders of one lesson on this rank."""
-
+class Race:  # the contenders of one lesson on this rank
     def __init__(self, name, bench, flags):
         from peers import ALONE, peers_of  # slow to load, and needed on ranks alone
 
-        self.flags, self.bench = flags, bench
+        self.bench = bench
         self.lesson = load(name)
-        self.config = self.lesson.parse(flags)
+        own = [*flags, *OWN_FLAGS.get(name, [])]
+        self.config = self.lesson.parse(own)
         with contextlib.redirect_stdout(None):
             self.device, text = self.lesson.set_up(self.config, replicas=1 if name in WHOLE_BATCH else None)
         torch.set_num_threads(1)
@@ -131,28 +135,25 @@ class Race:
         part = self.config.batch // dist.get_world_size() // self.config.accum
         self.part = [(inputs[:part], targets[:part]) for inputs, targets in self.batches]
         self.alone = ALONE
-        self.ours = {f"{name}.py": (name, [])}
-        self.ours |= {f"{name}.py {more}": (name, shlex.split(more)) for more in bench.also}
-        self.ours |= {f"{other}.py": (other, []) for other in bench.beside}
+        self.ours = {f"{name}.py": (name, own)}
+        self.ours |= {f"{name}.py {more}": (name, [*own, *shlex.split(more)]) for more in bench.also}
+        if name != "expert_parallel":  # which has another model
+            self.ours |= {f"{other}.py": (other, flags) for other in bench.beside}
         self.peers = peers_of(name)
 
-    def build(self, title):
+    def build(self, title, steps, *more):
         if title in self.ours:
-            name, more = self.ours[title]
-            return Ours(name, [*self.flags, *more, "--steps", str(10**9)])
+            name, own = self.ours[title]
+            return Ours(name, [*own, "--steps", str(steps), *more])
         return self.peers[title](self.lesson, self.config, self.device)
 
     def weights(self, title, folder):
         """After three steps."""
-        if title not in self.ours:
-            peer = self.peers[title](self.lesson, self.config, self.device)
-            for _ in range(3):
-                peer.step(self.batches)
-            return peer.weights()
-        name, more = self.ours[title]
-        ours = Ours(name, [*self.flags, *more, "--steps", "3", "--save", f"{folder}/weights.pt"])
+        entry = self.build(title, 3, "--save", f"{folder}/weights.pt")
         for _ in range(3):
-            ours.step()
+            entry.step(self.batches)
+        if title not in self.ours:
+            return entry.weights()
         dist.barrier()
         return torch.load(f"{folder}/weights.pt", map_location=self.device) if dist.get_rank() == 0 else {}
 
@@ -174,16 +175,17 @@ class Race:
         """{apart, rows: {title: times and bytes of the rounds}, missing}."""
         titles = [*self.ours, *(title for title, build in self.peers.items() if build)]
         apart = self.compare(titles, folder)
-        entries = {title: self.build(title) for title in titles}
+        entries = {title: self.build(title, 10**5) for title in titles}
         rows = {title: {"times": [], "sent": []} for title in titles}
+        clock = time.process_time if self.bench.host else time.perf_counter
         for turn in range(-1, self.bench.rounds):  # the first to warm up
             for title in titles[turn % len(titles) :] + titles[: turn % len(titles)]:
                 finish(self.device)
-                before, started = bytes_sent(), time.perf_counter()
+                before, started = bytes_sent(), clock()
                 for _ in range(self.config.steps):
                     entries[title].step(self.part if title == self.alone else self.batches)
                 finish(self.device)
-                numbers = [1e3 * (time.perf_counter() - started), bytes_sent() - before]
+                numbers = [1e3 * (clock() - started), bytes_sent() - before]
                 numbers = torch.tensor(numbers, dtype=torch.double, device=self.device) / self.config.steps
                 dist.all_reduce(numbers, op=dist.ReduceOp.MAX)  # the slowest rank, and the busiest
                 if turn >= 0:
@@ -196,12 +198,12 @@ class Race:
         """[live, process]: bytes of one contender in its third step, the most of any rank."""
         self.three_steps(title, contextlib.nullcontext())  # what a first time loads stays allocated
         gc.collect()
-        before = heap()
-        meter = HeapPeak()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        before, meter = heap(), HeapPeak()
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.three_steps(title, meter)
-        live = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else meter.peak - before
+        live = torch.cuda.max_memory_allocated(self.device) if on_gpu else meter.peak - before
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         numbers = torch.tensor([live, process], dtype=torch.double, device=self.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
@@ -210,12 +212,12 @@ class Race:
     def three_steps(self, title, meter):
         """Three steps, the third under the meter."""
         if title not in self.ours:
-            peer = self.peers[title](self.lesson, self.config, self.device)
+            peer = self.build(title, 3)
             for step in (1, 2, 3):
                 with meter if step == 3 else contextlib.nullcontext():
                     peer.step(self.batches)
             return
-        name, more = self.ours[title]
+        name, own = self.ours[title]
         lesson = load(name)
         microbatches = lesson.microbatches
 
@@ -230,12 +232,10 @@ class Race:
 
         lesson.microbatches, lesson.print_step = begin, end
         with contextlib.redirect_stdout(None):
-            lesson.train(lesson.parse([*self.flags, *more, "--steps", "3"]))
+            lesson.train(lesson.parse([*own, "--steps", "3"]))
 
 
-class HeapInfo(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
+class HeapInfo(ctypes.Structure):  # glibc's struct mallinfo2
     _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
 
 
@@ -247,9 +247,7 @@ def heap():
     return info.field4 + info.field7  # large pieces, and the others
 
 
-class HeapPeak(TorchDispatchMode):
-    """The most that heap() is after an operator."""
-
+class HeapPeak(TorchDispatchMode):  # the most that heap() is after an operator
     peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -278,11 +276,10 @@ def launch(name, bench, *more):
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--rounds={bench.rounds}", "--out", f"{folder}/out.json", *more]
         own += [f"--also={text}" for text in bench.also] + [f"--beside={other}" for other in bench.beside]
-        own += OWN_FLAGS.get(name, [])
+        own += ["--host"] * bench.host
         environment = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
-        process = subprocess.Popen(
-            [*start, os.path.abspath(__file__), name, *own, *bench.flags], env=environment
-        )
+        start += [os.path.abspath(__file__), name, *own, *bench.flags]
+        process = subprocess.Popen(start, env=environment)
         try:
             code = process.wait()
         finally:  # if this process is told to end, the other one ends first, and what it started
@@ -313,9 +310,8 @@ def table_of(name, bench):
         numbers = {"ms": statistics.median(row["times"]), "ratio": statistics.median(ratios)}
         numbers |= {"least": min(ratios), "most": max(ratios)}
         if bench.memory:
-            numbers["live MB"], numbers["process MB"] = (
-                x / 1e6 for x in launch(name, bench, "--alone", title)
-            )
+            live, process = launch(name, bench, "--alone", title)
+            numbers |= {"live MB": live / 1e6, "process MB": process / 1e6}
         if bench.hosts > 1:
             sent = statistics.median(row["sent"])
             floor = max(alone, 1e3 * sent / bytes_per_second(bench.rate))
@@ -330,8 +326,7 @@ def show(name, bench, result, table):
     print(f"{name} {' '.join(bench.flags)} | {where} | {bench.rounds} rounds | torch {torch.__version__}")
     print(f"after 3 steps weights differ by {result['apart']:.1e} at most")
     wide = max(map(len, [*table, *result["missing"]]))
-    columns = next(iter(table.values()))
-    print(f"  {'':<{wide}}" + "".join(f"{column:>11}" for column in columns))
+    print(f"  {'':<{wide}}" + "".join(f"{column:>11}" for column in table[f"{name}.py"]))
     for title, numbers in table.items():
         cells = [f"{x:>11.{3 if key in ('ratio', 'least', 'most') else 2}f}" for key, x in numbers.items()]
         print(f"  {title:<{wide}}" + "".join(cells))
@@ -348,31 +343,37 @@ def refuse(problem):
 def parse(words):
     """What is for this tool; its flags are the lessons'."""
     count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.error = refuse
     parser.add_argument("--ranks", type=int, default=2, help="processes on one host")
     parser.add_argument("--hosts", type=int, default=1, help="hosts of one rank each, in network namespaces")
     parser.add_argument("--rate", default="1gbit", help="of each host's link: 1gbit, 100mbit ...")
+    parser.add_argument("--host", action="store_true", help="host time, of 48 layers of width 8 on one rank")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
     parser.add_argument("--also", action="append", default=[], help="the lesson once more, with these flags")
-    parser.add_argument("--beside", action="append", default=[], choices=LESSONS, help="another lesson")
+    parser.add_argument("--beside", action="append", default=[], choices=ALL, help="another lesson")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times alone")
     parser.add_argument("--json", help="file for the tables, and when and where they were made")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     bench, flags = parser.parse_known_args(words[count:])
-    bench.lessons = [word.removesuffix(".py") for word in words[:count]] or list(LESSONS)
+    lessons = ALL if bench.host else LESSONS
+    bench.lessons = [word.removesuffix(".py") for word in words[:count]] or list(lessons)
     for name in bench.lessons:
-        if name not in LESSONS:
-            refuse(f"{name}: must be one of {', '.join(LESSONS)}")
+        if name not in lessons:
+            refuse(f"{name}: must be one of {', '.join(lessons)}")
     if bench.rounds < 1 or bench.ranks < 1 or bench.hosts < 1:
         refuse("--rounds, --ranks and --hosts: must be 1 or more")
     bytes_per_second(bench.rate)
     bench.ranks = bench.hosts if bench.hosts > 1 else bench.ranks
     given = {word.split("=")[0] for word in flags}
-    for flag, value in ("--steps", "3"), ("--batch", "8"), ("--size", "small"):
+    defaults = {"--steps": "3", "--batch": "8", "--size": "small"}
+    if bench.host:
+        bench.ranks, bench.memory = 1, False
+        bench.beside = ["single"]
+        bench.also = ["--dtype fp32"] if "bf16" in " ".join(flags) else []
+        defaults |= {"--layers": "48", "--heads": "2", "--width": "8", "--context": "8"}
+    for flag, value in defaults.items():
         if flag not in given:
             flags = [flag, value, *flags]
     bench.flags = flags
@@ -380,9 +381,9 @@ def parse(words):
 
 
 def main(bench):
-    started = datetime.datetime.now().isoformat(" ", "minutes")
-    made = {"date": started, "torch": torch.__version__, "command": shlex.join(sys.argv), "lessons": {}}
-    made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs", "flags": bench.flags}
+    made = {"date": datetime.datetime.now().isoformat(" ", "minutes"), "torch": torch.__version__}
+    made |= {"command": shlex.join(sys.argv), "flags": bench.flags, "lessons": {}}
+    made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"}
     made |= {"hosts": bench.hosts, "ranks": bench.ranks, "rate": bench.rate}
     for name in bench.lessons:
         made["lessons"][name] = table_of(name, bench)

@@ -20,8 +20,9 @@ With --ranks, one of so many ranks is simulated, without the others or data: sha
 P parameters, R on the rank with most, T in the largest tensor, U in a block, E in no block; L layers, a
 heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches of b sequences each; w bytes of a
 weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state;
-f units gathered ahead; g 1 over gloo. With M mixtures of X experts on e ranks, of which a token takes t: D
-parameters outside experts, F in a rank's experts; an all-to-all depends on tokens, the formula is its mean.
+G so stepped at a time; f units gathered ahead; g 1 over gloo. With M mixtures of X experts on
+e ranks, of which a token takes t: D parameters outside experts, F in a rank's experts; an all-to-all depends
+on tokens, the formula is its mean.
 """
 
 import argparse
@@ -145,7 +146,7 @@ def run(lesson, config, trace=None):
 
 def result_of(lesson, config, watch, history):
     """What --json writes: the most of any rank, with the formulas' values."""
-    ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device.type
+    ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
     dist.all_gather_object(everyone, (watch.held(), watch.sent, watch.elements))
@@ -158,7 +159,8 @@ def result_of(lesson, config, watch, history):
     letters["R"] = elements[lesson.DTYPES[config.dtype]]
     if hasattr(config, "tp"):
         letters["R"] = max(parameters_of_stage(config, letters, stage) for stage in range(config.pp))
-    result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device}
+    letters["G"] = min(letters["P"], letters["R"], 2**24)  # a process may have replicas
+    result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device.type}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
     formulas = read_formulas(lesson, config)
     for name, formula in formulas.items():
@@ -171,7 +173,7 @@ def result_of(lesson, config, watch, history):
         if name == "all-to-all" and name not in formulas:
             name = "reduce-scatter"
         result["sent"].setdefault(name, {"formula": 0})[what] = number
-    result["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else held["all"]
+    result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
     return result
 
 

@@ -178,7 +178,8 @@ def main():
     backend = "nccl" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
     local = int(os.environ["LOCAL_RANK"])
     device = torch.device(f"cuda:{local}" if backend == "nccl" else "cpu")
-    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    torch.cuda.set_device(device if backend == "nccl" else -1)  # -1: none
+    dist.init_process_group(backend)
     torch.set_num_threads(1)
     most = max(int(config.megabytes * 250_000), 1)
     sizes = [8**i for i in range(20) if 8**i < most] + [most]

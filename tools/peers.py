@@ -64,7 +64,7 @@ def plain(wrap, lesson, config, device):
     optimizer_class = lesson.OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
         masters = importlib.import_module("ddp").MasterWeights
-        optimizer = masters(model.parameters(), optimizer_class, lr=config.lr, fused=True)
+        optimizer = masters(optimizer_class, model.parameters(), lr=config.lr, fused=True)
     else:
         optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     return Peer(lesson, config, model, wrap(model), optimizer)
@@ -277,7 +277,7 @@ def peers_of(name):
         peers["FSDP2, explicit prefetch"] = partial(fsdp2, True, True)
         peers["FSDP2, no reshard"] = partial(fsdp2, False, False)
     if name == "offload":
-        on_host = CPUOffloadPolicy(pin_memory=False)  # which a CPU cannot do
+        on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         peers["FSDP2, CPUOffloadPolicy"] = partial(fsdp2, True, True, offload_policy=on_host)
     if name in ("tensor_parallel", "sequence_parallel"):
         peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")

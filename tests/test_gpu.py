@@ -1,0 +1,60 @@
+"""./run.sh gpu, rehearsed; tools/ledger.py and tools/bench.py on a pretended GPU."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.harness import ROOT, TINY, load
+from tests.streams import Streams
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name):
+    gpu, flags, tensor = Streams(ROOT / f"{name}.py", 1, 2), [*TINY.split(), "--steps=2"], torch.tensor
+    peers = SimpleNamespace(ALONE="", peers_of=lambda _: {})
+    seen = patch("torch.tensor", lambda x, device="cpu", **more: tensor(x, **more).to(device))  # as operators
+    with gpu.world(), seen, patch("contextlib.redirect_stdout"), patch.dict(sys.modules, peers=peers):
+        ledger, bench = gpu.load(ROOT / "tools/ledger.py"), gpu.load(ROOT / "tools/bench.py")
+        lesson, bench.load = gpu.load_lesson(), lambda name: gpu.load_lesson()
+        config = lesson.parse(flags)
+        assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"
+        race = bench.Race(name, SimpleNamespace(rounds=1, also=[], beside=[]), flags)
+        assert race.memory(f"{name}.py") and race.run("")["rows"]
+        with pytest.raises(SystemExit):
+            bench.Ours(name, [*flags, "--batch=5"])  # and nobody waits for it
+
+
+def test_a_rehearsal_writes_every_part_and_says_what_it_is_in_every_line(tmp_path):
+    copy = shutil.copytree(ROOT, tmp_path / "x", ignore=shutil.ignore_patterns(".*", "docs", "runs", "tests"))
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    command = ["env", "NPROC=1", f"PATH={path}", "./run.sh", "gpu", "--rehearse", "zero3"]
+    lines = subprocess.run(command, cwd=copy, stdout=-1, text=True, check=True).stdout.splitlines()
+    assert lines and all(line.startswith("rehearsal on a CPU, no result |") for line in lines)
+    made = json.loads((copy / "runs/gpu.json").read_text())
+    assert made["rehearsal"] and made["lessons"][2].startswith("zero3") and "same" in made["lessons"][2]
+    ours, peer = made["models"]["toy"]
+    assert [ours["title"], peer["title"]] == ["zero3.py", "FSDP2"] and 0 <= peer["apart"] < 0.01
+    assert ours["MFU %"] == pytest.approx(ours["tokens/s"] * (6 * 420480 + 12 * 8 * 64 * 64) / 1e9)
+    assert ours["formula GB"] < ours["peak GB"] < 3 * ours["formula GB"] and 0 < made["gaps"]["compute"] < 1
+
+
+def test_what_fails_is_a_row_and_time_is_counted_once():
+    tool, failure = load("tools/gpu"), "import torch; raise torch.OutOfMemoryError('no room')"
+    assert tool.run([sys.executable, "-c", failure], 60)[1] == "torch.OutOfMemoryError: no room"
+    assert tool.run(["sleep", "60"], 0.1)[1] == "stopped: it took too long"
+    assert "Signal 9" in tool.error_in(
+        "x.ChildFailedError:\n traceback : Signal 9 (SIGKILL) received\n====\n"
+    )
+    with patch.object(tool, "run", lambda *_, **__: ("", "no room")):
+        rows = tool.rows_of(SimpleNamespace(ranks=2, sizes={"toy": 4}, rounds=2), "toy", "ddp", ["DDP"])
+    assert rows == [{"title": title, "failed": "no room"} for title in ("ddp.py", "DDP")]
+    spans = [(0, 4, 7, "matmul"), (1, 2, 7, "add"), (3, 5, 20, "ncclDevKernel"), (9, 1, 7, "add")]
+    events = [{"cat": "kernel", "ts": t, "dur": d, "pid": 0, "tid": s, "name": n} for t, d, s, n in spans]
+    assert [*tool.gaps([{"cat": "cpu_op"}, *events], ["kernel"]).values()] == pytest.approx([0.01, 0.5, 0.1])
