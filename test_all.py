@@ -36,7 +36,7 @@ BAD_EXPERTS = ("--ep 4 --experts 9", "--top-k 9", "--top-k 0", "--ep 3", "--ep -
 BAD_RINGS = ("--cp 3", "--cp -1", "--context 15", "--kind all")
 BAD_MESHES = ("--tp 3", "--pp -1", "--heads 9", "--layers 1", "--zero 2")
 BUCKETS = ("--no-overlap", "--bucket-cap-mb 0", "--bucket-cap-mb 0.02")
-POLICIES = ("--policy none", "--policy selective", "--policy full --every 2")
+SELECTIVE = ("--policy none", "--policy selective")
 AHEAD = ("--prefetch 0", "--prefetch 2", "--prefetch 7", "--no-reshard")
 BAD_STAGES = ("--schedule zb-h1", "--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")
 
@@ -58,7 +58,7 @@ LESSONS = [
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
     Lesson("parallel_3d", bad_flags=BAD_MESHES),
     Lesson("fusion", worlds=(1, 2), bad_flags=("--plain all",)),
-    Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload"), variants=POLICIES),
+    Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload"), variants=SELECTIVE),
     Lesson("zero_r", bad_flags=("--policy full",), variants=("--policy offload",)),
     Lesson(
         "resume", bad_flags=("--every 0 --checkpoint x", "--keep 0 --checkpoint x", "--checkpoint LICENSE")

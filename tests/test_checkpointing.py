@@ -13,8 +13,8 @@ import torch.utils.checkpoint as torchs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.harness import TINY, holds, load, mutants, on_ranks, world
-from tests.test_zero import make_late
+from test_all import check_parity
+from tests.harness import TINY, holds, load, make_late, mutants, on_ranks, world
 
 
 def ways(lesson):
@@ -240,6 +240,8 @@ test_gradients_and_random_numbers_are_equal_to_the_bit_in_several_backwards = ho
 test_a_function_that_changes_is_found_out = holds(BOTH, check_misuse)
 test_gradients_and_flops_are_torchs_and_no_more_bytes = holds("checkpointing", check_beside_torch)
 test_each_policy_keeps_and_recomputes_what_the_papers_say = holds("checkpointing", check_kept)
+every_second = partial(check_parity, size=1, own_flags="--policy full --every 2")
+test_so_it_is_with_every_second_block = holds("checkpointing", every_second)
 offloaded = partial(check_events, offload=True)
 test_checkpoints_are_split_and_come_back_one_ahead = holds("zero_r", check_events, offloaded)
 test_groups_share_checkpoints_and_every_all_gather_is_waited_for = holds("zero_r", check_pairs)
