@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -34,13 +35,11 @@ def check_counts(name):
     plan, single = load(name), load("single")
     millions = dict(zip(single.SIZES, ("0.42", "4.84", "124.44", "1557.61", "7502.37")))
     for size, text in single.SIZES.items():
-        config = single.parse([])
-        for word, value in zip(single.SHAPE, text.split()):
-            setattr(config, word, int(value))
-        assert plan.SIZES[size] == tuple(map(int, text.split())), "other sizes than the lessons'"
+        shape = plan.Shape(*plan.SIZES[size])
+        assert shape == tuple(map(int, text.split())), "other sizes than the lessons'"
+        config = types.SimpleNamespace(**dict(zip(single.SHAPE, shape)), seed=0)
         with torch.device("meta"):
             named = dict(single.GPT(config).named_parameters())
-        shape = plan.Shape(*plan.SIZES[size])
         count = sum(param.numel() for param in named.values())
         assert plan.whole_model(shape) == count, "another number of parameters"
         assert f"{count / 1e6:.2f}" == millions[size], "not the published number"

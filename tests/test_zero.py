@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from test_all import check_masters, check_parity
+from test_all import check_ledger, check_masters, check_parity
 from tests.harness import apart, holds, load, make_late, mutants, on_ranks
 
 STAGES = ("zero1", "zero2", "zero3")
@@ -30,12 +30,12 @@ class Part(nn.Module):
 
     sometimes = False
 
-    def __init__(self, width=7):
+    def __init__(self):
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(width))
-        self.norm = nn.LayerNorm(width)
-        self.inner = nn.Linear(width, width)
-        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(7))
+        self.norm = nn.LayerNorm(7)
+        self.inner = nn.Linear(7, 7)
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
 
     def forward(self, x):
         x = x + torch.tanh(self.inner(self.norm(x))) * self.frozen
@@ -190,11 +190,90 @@ def check_norm(name):
     assert abs(clipped / exact - 0.5) < 1e-6, f"what is clipped is not half, but {clipped / exact}"
 
 
+class Link(nn.Linear):
+    """A unit of a chain."""
+
+
+@on_ranks(2)
+def check_timeline(name, timeline=None, **options):
+    """What computes and what starts and ends on the network in a second step, in order."""
+    log = []
+    model = nn.Sequential(nn.Linear(4, 4), *(Link(4, 4) for _ in range(3)))
+    for i in 1, 2, 3:
+        model[i].register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
+        model[i].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
+    _, zero = wrap(name, model, Link, **options)
+    optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
+    for i, unit in enumerate(zero.units):
+        for method, word in (
+            ("unshard", "gather"), ("wait_for_unshard", "gathered"),
+            ("start_reduce", "reduce"), ("finish_reduce", "reduced"), ("reshard", "free"),
+        ):  # fmt: skip
+            if hasattr(unit, method):
+                setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
+    for _ in range(2):
+        log.clear()
+        zero(torch.randn(2, 4)).sum().backward()
+        zero.clip_grad_norm_(1.0)
+        optimizer.step()
+    expected = TIMELINES[timeline or Path(name).stem]
+    assert " ".join(log) == " ".join(expected.split()), f"another order: {', '.join(log)}"
+
+
+def noting(log, event, unit, method):
+    """The method, which notes that it did something: a collective has started or ended, storage was freed."""
+
+    def state():
+        return (unit.all_gather_work, unit.reduce_work, unit.flat_param.untyped_storage().nbytes())
+
+    def noted(*args):
+        before = state()
+        method(*args)
+        if state() != before:
+            log.append(event)
+
+    return noted
+
+
+TIMELINES = {  # the root is 0; the docstrings draw the same
+    "zero2": """
+        gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3
+        backward 3 reduce 3 backward 2 reduced 3 reduce 2 backward 1 reduced 2 reduce 1
+        reduced 1 reduce 0 reduced 0""",
+    "zero3": """
+        gather 0 gather 1 gathered 0 gather 2 gathered 1 forward 1 free 1 gather 3 gathered 2
+        forward 2 gathered 3 forward 3 backward 3 free 3 reduce 3 backward 2 gather 1 free 2
+        reduced 3 reduce 2 backward 1 gathered 1 free 1 reduced 2 reduce 1 free 0
+        reduced 1 reduce 0 reduced 0""",
+    "zero3 on demand": """
+        gather 0 gathered 0 gather 1 gathered 1 forward 1 free 1 gather 2 gathered 2
+        forward 2 free 2 gather 3 gathered 3 forward 3 backward 3 free 3 reduce 3
+        backward 2 gather 2 gathered 2 free 2 reduced 3 reduce 2 backward 1 gather 1 gathered 1
+        free 1 reduced 2 reduce 1 free 0 reduced 1 reduce 0 reduced 0""",
+}
+TIMELINES["zero1"] = TIMELINES["zero2"]
+
+
+def test_zero3_prefetches_one_unit_unless_told_otherwise():
+    assert load("zero3").parse([]).prefetch == 1
+    check_timeline("zero3", "zero3 on demand", prefetch=0)
+
+
+@on_ranks(2)
+def check_gathering(name):
+    """Beside rank 0 one unit is whole at a time while full_state_dict() works."""
+    ledger = load("tools/ledger")
+    _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
+    with ledger.Watch() as watch:
+        zero.full_state_dict()
+    shards = sum(shard.nbytes for shard in zero.parameters())
+    assert dist.get_rank() == 0 or watch.held()["parameters"] - shards == 4 * 72
+
+
 ALL = ("ddp", *STAGES)
 BUCKETS = [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}]
-SIZES = (1, 2, 3)
-odd = [partial(check_odd, size=size) for size in SIZES]
-in_buckets = [partial(check_odd, size=size, **options) for size in SIZES for options in BUCKETS]
+odd = [partial(check_odd, size=size) for size in (1, 2, 3)]
+in_buckets = [partial(each, **options) for each in odd for options in BUCKETS]
 check_late = partial(check_odd, late=True, size=2)
 check_recompute = partial(check_odd, how=recompute, size=2)
 test_any_module_trains_from_rank_0s_weights_with_torchs_optimizers_and_schedulers = holds(ALL, *odd)
@@ -204,6 +283,9 @@ test_activation_checkpointing_around_a_unit_works = holds(ALL, check_recompute)
 test_the_norm_of_20_million_elements_is_exact = holds(("single", *ALL), check_norm)
 test_training_ends_in_the_weights_of_torchs_own = holds(ALL, check_against_torch)
 test_wrong_use_is_said_in_one_line = holds(ALL, check_misuse)
+test_one_unit_is_whole_while_zero3_gathers_a_state_dict = holds("zero3", check_gathering)
+test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
+check_bf16 = partial(check_ledger, size=2, flags="--dtype bf16")
 FROM_0 = "dist.broadcast(tensor, group_src=0, group=group)"
 MUTANTS = [
     ("ddp zero1", FROM_0, "pass", check_odd, "weights differ"),
@@ -228,5 +310,13 @@ MUTANTS = [
     ("zero3", "dist.broadcast(self.flat_param, group_src=0, group=group)", "pass", check_odd, "differ"),
     ("zero3", "= ShardedWeight()", "= None", check_misuse, "must be Tensor, not ShardedWeight"),
     ("zero3", "grad.square().sum().double()", "grad.norm().double().square()", check_norm, "the norm is"),
+    ("zero1", "unit.flat_grad.untyped_storage().resize_(0)", "pass", check_bf16, "gradients: +"),
+    ("zero2", "weight.grad = None", "pass", check_ledger, "gradients: +"),
+    ("zero2", "self.flat_grad.untyped_storage().resize_(0)  #", "pass  #", check_ledger, "gradients: +"),
+    ("zero3", "unit.reshard_after_forward = False  #", "pass  #", check_ledger, "all-gather: sent +"),
+    ("zero3", "[: 1 + self.prefetch]", "[: 2 + self.prefetch]", check_ledger, "parameters: +"),
+    ("zero3", "unit.reshard()\n            self._reduce", "self._reduce", check_ledger, "parameters: +"),
+    ("zero3", "self.units[i::direction]", "self.units[i:]", check_timeline, "another order"),
+    ("zero1 zero2 zero3", "other.finish_reduce()", "pass", check_timeline, "another order"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)
