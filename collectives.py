@@ -23,7 +23,7 @@ Run
     torchrun --nproc_per_node=8 collectives.py --train --noise-scale --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Rings that know hosts, several rings at once, sums in the network. NCCL must have connected all ranks.
+    Rings that know hosts, several rings at once, sums in the network.
 """
 
 import argparse
@@ -42,14 +42,14 @@ import torch.nn.functional as F
 
 
 def exchange(given, to, received, source, group):
-    """Send and receive at once: if all ranks of a ring sent first, none would receive."""
-    size = dist.get_world_size(group)
-    if given.is_cuda and dist.get_backend(group) == "gloo":
-        refuse("fewer GPUs than ranks, so over gloo, which sends no tensor of a GPU: use --device cpu")
-    ops = [
-        dist.P2POp(dist.irecv, received, group=group, group_peer=source % size),
-        dist.P2POp(dist.isend, given, group=group, group_peer=to % size),
-    ]
+    """Send and receive at once: if all ranks of a ring sent first, none would receive. None: only one."""
+    ops = []
+    for op, x, peer in (dist.irecv, received, source), (dist.isend, given, to):
+        if x is not None:
+            if x.is_cuda and dist.get_backend(group) == "gloo":
+                refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
+            peer %= dist.get_world_size(group)
+            ops.append(dist.P2POp(op, x, group=group, group_peer=peer))
     for work in dist.batch_isend_irecv(ops):
         work.wait()
 
@@ -129,15 +129,15 @@ def folded(x, group):
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     *partners, beyond = [rank ^ 2**i for i in range(world_size.bit_length())]
     if beyond < rank:
-        dist.send(x, group_dst=beyond, group=group)
+        exchange(x, beyond, None, None, group)
         yield []
-        dist.recv(x, group_src=beyond, group=group)
+        exchange(None, None, x, beyond, group)
     elif beyond < world_size:
         received = torch.empty_like(x)
-        dist.recv(received, group_src=beyond, group=group)
+        exchange(None, None, received, beyond, group)
         x += received
         yield partners
-        dist.send(x, group_dst=beyond, group=group)
+        exchange(x, beyond, None, None, group)
     else:
         yield partners
 
