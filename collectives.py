@@ -48,8 +48,7 @@ def exchange(given, to, received, source, group):
         if x is not None:
             if x.is_cuda and dist.get_backend(group) == "gloo":
                 refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
-            peer %= dist.get_world_size(group)
-            ops.append(dist.P2POp(op, x, group=group, group_peer=peer))
+            ops.append(dist.P2POp(op, x, group=group, group_peer=peer % dist.get_world_size(group)))
     for work in dist.batch_isend_irecv(ops):
         work.wait()
 
@@ -183,13 +182,14 @@ def train(config):
     """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = GPT(config).to(device, torch.promote_types(DTYPES[config.dtype], torch.float32))
+    dtype = DTYPES[config.dtype]
+    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     noise = 0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device, rank, world_size)
-        weights = {name: param.to(DTYPES[config.dtype]) for name, param in model.named_parameters()}
+        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
         for inputs, targets in batches:
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
@@ -210,7 +210,7 @@ def train(config):
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)
     if config.save and rank == 0:
-        torch.save(model.to(DTYPES[config.dtype]).state_dict(), config.save)
+        torch.save(model.to(dtype).state_dict(), config.save)
 
 
 def parse(arguments=None):

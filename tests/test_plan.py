@@ -299,7 +299,9 @@ def test_json_is_the_table_in_bytes(tmp_path):
 
 
 def test_the_readme_shows_what_plan_prints():
-    shown = re.findall(r"^\$ python plan.py (.*)\n\.\.\.\n((?:.+\n)+?)```$", (ROOT / "README.md").read_text(), re.M)
+    shown = re.findall(
+        r"^\$ python plan.py (.*)\n\.\.\.\n((?:.+\n)+?)```$", (ROOT / "README.md").read_text(), re.M
+    )
     assert shown
     for flags, lines in shown:
         assert printed(load("plan"), flags)[0].endswith(f"\n{lines}")
