@@ -39,6 +39,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.func import functional_call
 
 
 def exchange(given, to, received, source, group):
@@ -188,12 +189,11 @@ def train(config):
     noise = 0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, rank, world_size)
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
-        for inputs, targets in batches:
+        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(torch.func.functional_call(model, weights, inputs), targets) / config.accum
+            microloss = mean_loss(functional_call(model, weights, inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
         grads = [param.grad for param in model.parameters()]
