@@ -133,5 +133,5 @@ MUTANTS = [
 for name in STAGES:
     for work in "all_gather", "reduce":
         MUTANTS.append((name, f"self.{work}_work.wait()", "pass", check_late, "weights differ"))
-    MUTANTS.append((name, "other.finish_reduce()", "pass", check_timeline, "another order"))
+    MUTANTS.append((name, "self.reducing.finish_reduce()", "pass", check_timeline, "another order"))
 test_a_mutant_is_rejected = mutants(MUTANTS)
