@@ -23,7 +23,7 @@ Run
     torchrun --nproc_per_node=8 collectives.py --train --noise-scale --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Rings that know hosts, several rings at once, sums in the network. NCCL must have connected all ranks.
+    Rings that know hosts, several rings at once, sums in the network.
 """
 
 import argparse
@@ -39,17 +39,17 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.func import functional_call
 
 
 def exchange(given, to, received, source, group):
-    """Send and receive at once: if all ranks of a ring sent first, none would receive."""
-    size = dist.get_world_size(group)
-    if given.is_cuda and dist.get_backend(group) == "gloo":
-        refuse("fewer GPUs than ranks, so over gloo, which sends no tensor of a GPU: use --device cpu")
-    ops = [
-        dist.P2POp(dist.irecv, received, group=group, group_peer=source % size),
-        dist.P2POp(dist.isend, given, group=group, group_peer=to % size),
-    ]
+    """Send and receive at once: if all ranks of a ring sent first, none would receive. None: only one."""
+    ops = []
+    for op, x, peer in (dist.irecv, received, source), (dist.isend, given, to):
+        if x is not None:
+            if x.is_cuda and dist.get_backend(group) == "gloo":
+                refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
+            ops.append(dist.P2POp(op, x, group=group, group_peer=peer % dist.get_world_size(group)))
     for work in dist.batch_isend_irecv(ops):
         work.wait()
 
@@ -129,15 +129,15 @@ def folded(x, group):
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     *partners, beyond = [rank ^ 2**i for i in range(world_size.bit_length())]
     if beyond < rank:
-        dist.send(x, group_dst=beyond, group=group)
+        exchange(x, beyond, None, None, group)
         yield []
-        dist.recv(x, group_src=beyond, group=group)
+        exchange(None, None, x, beyond, group)
     elif beyond < world_size:
         received = torch.empty_like(x)
-        dist.recv(received, group_src=beyond, group=group)
+        exchange(None, None, received, beyond, group)
         x += received
         yield partners
-        dist.send(x, group_dst=beyond, group=group)
+        exchange(x, beyond, None, None, group)
     else:
         yield partners
 
@@ -183,17 +183,17 @@ def train(config):
     """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = GPT(config).to(device, torch.promote_types(DTYPES[config.dtype], torch.float32))
+    dtype = DTYPES[config.dtype]
+    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     noise = 0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, rank, world_size)
-        weights = {name: param.to(DTYPES[config.dtype]) for name, param in model.named_parameters()}
+        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
-        for inputs, targets in batches:
+        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(torch.func.functional_call(model, weights, inputs), targets) / config.accum
+            microloss = mean_loss(functional_call(model, weights, inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
         grads = [param.grad for param in model.parameters()]
@@ -210,7 +210,7 @@ def train(config):
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)
     if config.save and rank == 0:
-        torch.save(model.to(DTYPES[config.dtype]).state_dict(), config.save)
+        torch.save(model.to(dtype).state_dict(), config.save)
 
 
 def parse(arguments=None):

@@ -52,7 +52,7 @@ class DP(nn.Module):
         super().__init__()
         self.module = module
         self.devices = devices
-        stay = (torch.autograd.set_multithreading_enabled, [False])  # a backward, in the thread that calls it
+        stay = torch.autograd.set_multithreading_enabled, [False]  # a backward, in the thread that calls it
         self.threads = [ThreadPoolExecutor(1, f"device {r}", *stay) for r in range(len(devices))]
         if not threads:  # one replica after the other
             self.threads = self.threads[:1] * len(devices)

@@ -1,10 +1,9 @@
 """Fusion: the arithmetic of single.py in fewer trips to memory: attention, loss, and the optimizer's step.
 
 Idea
-    Computing is faster than memory, so a kernel wins that does all that is to be done with a tile while it is
-    there. A softmax needs its row's maximum and sum before its first result; online, each tile corrects both
-    (arXiv 1805.02867), and in attention the output so far (flash attention, 2205.14135): no s x s scores. A
-    loss knows its gradients at once: no n x v logits. Here tiles are tensors, to read and check anywhere.
+    Computing is faster than memory, so a kernel wins that does all it can with a tile while it is there. A
+    softmax needs its row's maximum and sum first; online, each tile corrects both (arXiv 1805.02867), and in
+    attention the output so far (flash attention, 2205.14135): no s x s scores. The loss: no n x v logits.
 
 Memory (bytes; P parameters; L blocks, a heads, width h; v words; b sequences of s in a microbatch; N ranks)
     parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0

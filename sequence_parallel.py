@@ -97,10 +97,11 @@ def start_all_gather(x):
 def start_reduce_scatter(x):
     """Start for x (B, T, D). Returns work, and what it fills to be summed: over gloo N x (B, T/N, D)."""
     given = torch.stack(x.chunk(dist.get_world_size(), 1))
-    gloo = dist.get_backend() == "gloo"  # whose own is an all-reduce, which sends twice as much
-    collective = dist.all_to_all_single if gloo else reduce_scatter
-    received = torch.empty_like(given if gloo else given[:1])
-    return collective(received, given, async_op=True), received
+    if dist.get_backend() == "gloo":  # whose own is an all-reduce, which sends twice as much
+        received = torch.empty_like(given)
+        return dist.all_to_all_single(received, given, async_op=True), received
+    received = torch.empty_like(given[:1])
+    return reduce_scatter(received, given, async_op=True), received
 
 
 def column_parallel(linear, x):

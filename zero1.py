@@ -67,7 +67,7 @@ class ZeRO1(nn.Module):
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group_src=0, group=group)
         self.units = []
-        self.reducing = None  # the unit that was last to start
+        self.reducing = None  # the unit whose reduce-scatter was the last to start
         for submodule, params in find_units(module, unit_class).items():
             unit = Unit(module, params, group)
             submodule.register_forward_pre_hook(unit.wait_for_unshard, prepend=True)

@@ -69,7 +69,7 @@ class ZeRO3(nn.Module):
         self.world_size = dist.get_world_size(group)
         self.prefetch = prefetch
         self.units = []
-        self.reducing = None  # the unit that was last to start
+        self.reducing = None  # the unit whose reduce-scatter was the last to start
         for submodule, params in find_units(module, unit_class).items():
             unit = Unit(module, params, device, group)
             unit.reshard_after_forward = reshard_after_forward and submodule is not module

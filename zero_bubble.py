@@ -47,7 +47,6 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")
 AHEAD = 4  # sends that have not been waited for
@@ -75,8 +74,7 @@ def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
 
 
 def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
-    """The idle part of the longest time from a rank's first action to its last (arXiv 2401.10241, 5.3).
-    Times: t_f of F, t_b and t_w of the gradients of a stage's inputs and weights, t_comm of a message."""
+    """The idle part of the longest rank's time, if F, B, W and messages take these times (section 5.3)."""
     duration = {"F": t_f, "B": t_b, "W": t_w}
     if schedule[0][-1].op == "B":  # it does W, too
         duration["B"] += t_w
@@ -138,8 +136,10 @@ class Pipeline(nn.Module):
         self.actions = schedule[self.rank]
         self.last_stage = len(ends) - 1
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        for rank, (start, end) in enumerate(zip([0, *ends], ends)):
+        start = 0
+        for rank, end in enumerate(ends):
             module = nn.Sequential(*layers[start:end])
+            start = end
             if rank == self.rank:
                 self.stage = module
             for param in module.parameters():
@@ -175,8 +175,8 @@ class Pipeline(nn.Module):
                     self.loss += output.detach()
                 else:
                     self._send("F", stage + 1, output.detach())
-                    output = get_gradient_edge(output.requires_grad_())  # output itself is freed
-                alive[stage, k] = (x, output)
+                    output = torch.autograd.graph.get_gradient_edge(output.requires_grad_())  # frees output
+                alive[stage, k] = x, output
             elif op == "B":
                 self.later.append([])
                 x, output = alive.pop((stage, k))

@@ -25,9 +25,14 @@ def printed(flags):
 
 
 def check_figure_1(name):
-    """ZeRO (arXiv 1910.02054), Figure 1. README shows it as a table."""
-    sums = [sum(load(name).states(stage, 7_500_000_000, 64).values()) for stage in range(4)]
+    """ZeRO (arXiv 1910.02054), Figure 1: by the function, and in the table."""
+    plan = load(name)
+    sums = [sum(plan.states(stage, 7_500_000_000, 64).values()) for stage in range(4)]
     assert [f"{size / 1e9:.3g}" for size in sums] == ["120", "31.4", "16.6", "1.88"], f"not Figure 1: {sums}"
+    out, _, _ = printed("--params 7.5b --gpus 64 --gpu-gb 32")
+    rows = {line.split()[0]: " ".join(line.split()[5:8]) for line in out.splitlines()}
+    expected = ["120 29.5 no", "31.4 29.5 yes", "16.6 29.5 yes", "1.88 44.3 yes"]
+    assert [rows[stage] for stage in plan.STAGES] == expected, f"not Figure 1: {out}"
 
 
 def check_counts(name):
@@ -277,10 +282,11 @@ def test_json_is_the_table_in_bytes(tmp_path):
 
 
 def test_the_readme_shows_what_plan_prints():
-    shown = re.findall(r"^\$ python plan.py (.*)\n((?:.+\n)+?)```$", (ROOT / "README.md").read_text(), re.M)
+    readme = (ROOT / "README.md").read_text()
+    shown = re.findall(r"^\$ python plan.py (.*)\n\.\.\.\n((?:.+\n)+?)```$", readme, re.M)
     assert shown
     for flags, lines in shown:
-        assert printed(flags)[0] == lines
+        assert printed(flags)[0].endswith(f"\n{lines}")
 
 
 CHECKS = [check_figure_1, check_counts, check_whole_model, check_layer, check_wire, check_advice]

@@ -317,6 +317,6 @@ MUTANTS = [
     ("zero3", "[: 1 + self.prefetch]", "[: 2 + self.prefetch]", check_ledger, "parameters: +"),
     ("zero3", "unit.reshard()\n            self._reduce", "self._reduce", check_ledger, "parameters: +"),
     ("zero3", "self.units[i::direction]", "self.units[i:]", check_timeline, "another order"),
-    ("zero1 zero2 zero3", "other.finish_reduce()", "pass", check_timeline, "another order"),
+    ("zero1 zero2 zero3", "self.reducing.finish_reduce()", "pass", check_timeline, "another order"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)

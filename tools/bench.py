@@ -369,10 +369,10 @@ def parse(words):
     given = {word.split("=")[0] for word in flags}
     defaults = {"--steps": "3", "--batch": "8", "--size": "small"}
     if bench.host:
-        bench.ranks, bench.memory = 1, False
-        bench.beside = ["single"]
+        bench.ranks, bench.memory, bench.beside = 1, False, ["single"]
         bench.also = ["--dtype fp32"] if "bf16" in " ".join(flags) else []
         defaults |= {"--layers": "48", "--heads": "2", "--width": "8", "--context": "8"}
+        defaults |= {"--batch": "1", "--accum": "1"}
     for flag, value in defaults.items():
         if flag not in given:
             flags = [flag, value, *flags]
