@@ -191,6 +191,15 @@ def said(call):
     return out.getvalue(), errors.getvalue().splitlines(), code
 
 
+def error_of(call):
+    """What a call raises, or "nothing"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def late_work(work, output, result):
     """Work whose result is in the output when it has been waited for, and not before."""
     output.fill_(torch.nan)

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import apart, holds, load, make_late, mutants, on_ranks
+from tests.harness import apart, error_of, holds, load, make_late, mutants, on_ranks
 
 BOTH = ("tensor_parallel", "sequence_parallel")
 
@@ -175,11 +175,7 @@ def check_said(name):
         (lesson.Block(2, 8), {"up": column, "down": (lesson.row_parallel, 1, 1)}, of_parts),
         (Net(), plan_of(lesson, ["up", "gate"]), of_ties),
     ):
-        said = "nothing"
-        try:
-            wrap(lesson, module, plan)
-        except (AssertionError, RuntimeError) as error:
-            said = str(error)
+        said = error_of(partial(wrap, lesson, module, plan))
         assert expected in said, f"{said}, not {expected}"
 
 

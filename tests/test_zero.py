@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import apart, holds, load, make_late, mutants, on_ranks
+from tests.harness import apart, error_of, holds, load, make_late, mutants, on_ranks
 
 STAGES = ("zero1", "zero2", "zero3")
 
@@ -170,10 +170,7 @@ def check_misuse(name):
         lambda: [wrapped.clip_grad_norm_(1.0) for _ in range(2)],
     ]
     for wrong, expected in zip(wrongs, SAID[Path(name).stem]):
-        try:
-            said = f"nothing: {wrong()}"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+        said = error_of(wrong)
         assert expected in said, f"{said}, not {expected}"
 
 
