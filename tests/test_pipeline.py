@@ -190,34 +190,6 @@ def check_layers(name):
             train_layers(name, schedule, ends, frozen)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_gradients_are_those_of_torchs_pipelining(schedule):
-    check_against_torch("pipeline", schedule)
-
-
-@on_ranks(2)
-def check_against_torch(name, schedule_name):
-    from torch.distributed import pipelining
-
-    lesson = load(name)
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(6, 6), nn.GELU()).double() for _ in range(4)]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    inputs, targets = torch.randn(2, 4, 3, 6, dtype=torch.float64)
-    peer, chunks = {"gpipe": ("GPipe", 1), "1f1b": ("1F1B", 1)}.get(schedule_name, ("Interleaved1F1B", 2))
-    n_stages = size * chunks
-    ends = lesson.split_layers(layers, n_stages)
-    theirs = [nn.Sequential(*copy.deepcopy(layers)[a:b]) for a, b in zip([0, *ends], ends)]
-    stages = [pipelining.PipelineStage(theirs[s], s, n_stages, "cpu") for s in range(rank, n_stages, size)]
-    peer = getattr(pipelining, f"Schedule{peer}")
-    runner = peer(stages if chunks > 1 else stages[0], 4, loss_fn=F.mse_loss)
-    runner.step(*([inputs.flatten(0, 1)] if rank == 0 else []), target=targets.flatten(0, 1))
-    pipe = lesson.Pipeline(layers, ends, F.mse_loss, lesson.build_schedule(schedule_name, size, 4))
-    pipe.step(inputs, targets)
-    others = itertools.chain(*(theirs[stage].parameters() for stage in range(rank, n_stages, size)))
-    assert all(apart(own.grad, other.grad) < 1e-12 for own, other in zip(pipe.parameters(), others))
-
-
 @on_ranks(3)
 def check_held_by(name, schedule_name, m=9):
     """What a rank holds is its microbatches in flight; messages are posted ahead, and not without end."""

@@ -131,34 +131,6 @@ def check_net(name, late=False):
     assert all(weight == weights[0] for weight in weights), "ranks differ in what all of them have"
 
 
-@on_ranks(2)
-def check_against_torch(name):
-    """Weights are those of torch's own tensor parallelism after three steps."""
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor import parallel as peers
-
-    lesson = load(name)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
-    peer = copy.deepcopy(model)
-    styles = {"1": peers.ColwiseParallel(), "3": peers.RowwiseParallel()}
-    if "sequence" in name:
-        styles = {"0": peers.SequenceParallel(), "1": peers.ColwiseParallel(input_layouts=Shard(1))}
-        styles["3"] = peers.RowwiseParallel(output_layouts=Shard(1))
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    peers.parallelize_module(peer, mesh, styles)
-    parallel = wrap(lesson, model, {"1": (lesson.column_parallel, 0, 1), "3": (lesson.row_parallel, 1, 1)})
-    for x in torch.randn(3, 2, 4, 8, dtype=torch.float64):
-        for each in (model, peer):
-            each(between(lesson, x)).square().sum().backward()
-        parallel.clip_grad_norm_(torch.inf)
-        for param in (*model.parameters(), *peer.parameters()):
-            param.data -= 0.01 * param.grad
-            param.grad = None
-    state = {key: getattr(x, "full_tensor", lambda x=x: x)() for key, x in peer.state_dict().items()}
-    assert apart(parallel.full_state_dict(), state) < 1e-12
-
-
 class Conv1D(nn.Linear):
     """As a linear layer, but its weight is (inputs, outputs)."""
 
@@ -245,7 +217,6 @@ WORLDS = (1, 2, 3, 4)
 CHECKS = [partial(check_net, size=size, late=late) for size in WORLDS for late in (False, True)]
 test_each_layer_is_torchs = holds(BOTH, *(partial(check_layers, size=size) for size in WORLDS))
 test_any_module_trains_from_rank_0s_weights = holds(BOTH, *CHECKS)
-test_weights_are_those_of_torchs_own_tensor_parallelism = holds(BOTH, check_against_torch)
 test_backward_computes_while_collectives_run = holds(BOTH, check_order)
 test_a_plan_that_cannot_be_is_refused_in_one_line = holds(BOTH, check_said)
 check_late = partial(check_net, size=2, late=True)
