@@ -226,15 +226,10 @@ def check_streams(name):
     assert calls == expected, f"other calls: {calls}"
 
 
-BOTH = ("checkpointing", "zero_r")
-test_gradients_and_random_numbers_are_equal_to_the_bit_in_several_backwards = holds(BOTH, check_gradients)
-test_a_function_that_changes_is_found_out = holds(BOTH, check_misuse)
-test_gradients_and_flops_are_torchs_and_no_more_bytes = holds("checkpointing", check_beside_torch)
-test_each_policy_keeps_and_recomputes_what_the_papers_say = holds("checkpointing", check_kept)
 offloaded = partial(check_events, offload=True)
-test_checkpoints_are_split_and_come_back_one_ahead = holds("zero_r", check_events, offloaded)
-test_groups_share_checkpoints_and_every_all_gather_is_waited_for = holds("zero_r", check_pairs)
-test_a_gpu_copies_beside_the_computation_after_what_it_copies_was_computed = holds("zero_r", check_streams)
+test_each_promise_is_kept = holds(("checkpointing", "zero_r"), check_gradients, check_misuse)
+test_policies_keep_and_recompute_what_they_say = holds("checkpointing", check_beside_torch, check_kept)
+test_checkpoints_are_elsewhere = holds("zero_r", check_events, offloaded, check_pairs, check_streams)
 MUTANTS = {
     "checkpointing": [
         ("_states(self.random_states)", "_states()", check_gradients, "gradients differ"),

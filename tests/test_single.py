@@ -90,6 +90,7 @@ def test_the_loss_starts_at_chance_and_falls():
 test_master_weights_step_in_fp32_and_round = holds(("single", "ddp"), check_master_steps)
 test_masters_are_stepped_in_groups = holds("single", check_groups)
 test_every_world_draws_the_same_global_batch = holds("single", check_batches)
+test_the_norm_of_20_million_elements_is_exact = holds("single", check_norm)
 MUTANTS = [
     ("single", "(config.seed, step)", "(config.seed, 0)", check_batches, "steps draw the same"),
     ("single", "(config.seed, step)", "(0, step)", check_batches, "another seed"),
