@@ -20,7 +20,7 @@ from test_all import check_ledger, check_masters, check_parity, refused
 from tests.harness import TINY, apart, holds, load, make_late, mutants, on_ranks, world
 
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}
-EVERY = [(name, schedule) for name, schedules in SCHEDULES.items() for schedule in schedules]
+EVERY = [(name, schedule) for name in SCHEDULES for schedule in SCHEDULES[name]]
 
 
 def play(lesson, schedule):

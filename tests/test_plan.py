@@ -61,8 +61,14 @@ def check_counts(name):
 
 
 def check_whole_model(name):
-    """Published figures of whole models, in GiB, to every digit."""
+    """Published figures of whole models: billions of parameters (2104.04473, table 1), bytes in GiB."""
     plan = load(name)
+    for hidden, layers, billions in (
+        (2304, 24, 1.7), (3072, 30, 3.6), (4096, 36, 7.5), (6144, 40, 18.4), (8192, 48, 39.1),
+        (10240, 60, 76.1), (12288, 80, 145.6), (16384, 96, 310.1), (20480, 105, 529.6), (25600, 128, 1008.0),
+    ):  # fmt: skip
+        count = plan.whole_model(plan.Shape(layers, 128, hidden, 2048, 51200))
+        assert round(count / 1e9, 1) == billions, f"{hidden}: {count / 1e9:.2f} G parameters"
     fp32 = plan.states(0, plan.parameters(32, 4096, 128256, 1024), 1, "fp32")
     assert fp32["parameters"] / 2**30 == 25.979034423828125, "other bytes of parameters"
     kept = plan.activations(plan.Shape(32, 32, 4096, 2048, 128256), 1, ends=(True, False))
