@@ -9,11 +9,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.harness import ROOT, TINY, apart, crew, load, mutants, said, train, world
+from tests.harness import ROOT, TINY, apart, crew, load, mutants, on_ranks, said, train, world
 
 
 @dataclass
@@ -154,6 +156,29 @@ def optimizers_made(name, flags):
 def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
     made = world(lesson.worlds[0]).run(optimizers_made, lesson.name, f"{TINY} --lr 0.5 --dtype {dtype}")[0]
     assert made and all(options == {"lr": 0.5, "fused": True} for options in made)
+
+
+RACES = ["collectives", "ddp", "zero1", "zero3", "offload", "tensor_parallel", "sequence_parallel", "fusion"]
+RACES += ["parallel_3d", "resume", "checkpointing --every 2", "checkpointing --policy selective"]
+RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
+
+
+@on_ranks(2)
+def check_peers(name, own):
+    """Weights are those of PyTorch's own modules, which tools/bench.py has beside the lesson."""
+    flags = f"{TINY} --dtype fp64 --accum 3 --clip 0.5 --lr 0.01".split()
+    beside = ["zero2"] if name == "zero1" else []
+    race = load("tools/bench").Race(name, SimpleNamespace(also=[], beside=beside), [*flags, *own])
+    titles = [*race.ours, *(title for title, build in race.peers.items() if build)]
+    assert len(titles) > 2, "no peer but the lesson on a part of the batch"
+    with TemporaryDirectory() as folder:
+        assert race.compare(titles, folder) < 1e-12, f"not the weights of {titles}"
+
+
+@pytest.mark.parametrize("flags", RACES)
+def test_training_ends_in_the_weights_of_its_peers(flags):
+    name, *own = flags.split()
+    check_peers(name, own)
 
 
 # ---- the ledger ----

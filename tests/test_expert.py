@@ -33,8 +33,9 @@ def mixture(weights, x, top_k, capacity_factor=math.inf):
     return out, EXPERTS * (share * probs.mean(0)).sum(), chosen
 
 
-def layer(name, ep, top_k, capacity_factor):
-    """On a rank: hold a mixture's output and all its gradients against those on one device."""
+@on_ranks(4)
+def check_layer(name, ep=4, top_k=2, capacity_factor=math.inf):
+    """A mixture's output and all its gradients are those on one device."""
     lesson, rank, size = load(name), dist.get_rank(), dist.get_world_size()
     group, _ = dist.new_subgroups(ep)
     same_experts, _ = dist.new_subgroups_by_enumeration([list(range(i, size, ep)) for i in range(ep)])
@@ -63,15 +64,12 @@ def layer(name, ep, top_k, capacity_factor):
     return idle, (out == 0).double().mean().item(), moe.dropped.item()
 
 
-def check_layer(name, size=4, ep=4, top_k=2, capacity_factor=math.inf):
-    return world(size).run(layer, name, ep, top_k, capacity_factor)[0]
-
-
 @pytest.mark.parametrize("capacity_factor", [math.inf, 1.0])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("size, ep", [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (4, 1)])
 def test_a_mixture_is_that_of_one_device(size, ep, top_k, capacity_factor):
-    idle, zeros, dropped = check_layer("expert_parallel", size, ep, top_k, capacity_factor)
+    how = {"ep": ep, "top_k": top_k, "capacity_factor": capacity_factor}
+    idle, zeros, dropped = check_layer("expert_parallel", size=size, **how)[0]
     assert (dropped > 0) == (capacity_factor == 1.0 and size > 1) or size == 1
     assert idle or (size, top_k) != (1, 1), "this was to show that an idle expert's gradient is zero"
     assert top_k > 1 or zeros == pytest.approx(dropped), "tokens without a place do not pass unchanged"

@@ -11,9 +11,8 @@ from tests.harness import ROOT, holds, load, mutants, on_ranks, train, world
 from tests.test_zero import check_norm
 
 
-def shares(name, flags, replicas):
-    """On a rank: the tokens of two steps of a global batch, in the order of its shares."""
-    single = load(name)
+def shares(single, flags, replicas):
+    """The tokens of two steps of a global batch, in the order of its shares."""
     config = single.parse(flags.split())
     _, text = single.set_up(config)
     drawn = []
@@ -24,14 +23,15 @@ def shares(name, flags, replicas):
     return torch.cat(drawn)
 
 
+@on_ranks(1)
 def check_batches(name):
-    whole = world(1).run(shares, name, "--batch 12", 1)[0]
+    single = load(name)
+    whole = shares(single, "--batch 12", 1)
     assert whole.shape == (24, 64) and not torch.equal(whole[:12], whole[12:]), "steps draw the same"
     for replicas, accum in (2, 1), (3, 2), (4, 3):
-        own = world(1).run(shares, name, f"--batch 12 --accum {accum}", replicas)[0]
+        own = shares(single, f"--batch 12 --accum {accum}", replicas)
         assert torch.equal(own, whole), "another global batch"
-    other = world(1).run(shares, name, "--batch 12 --seed 1", 1)[0]
-    assert not torch.equal(other, whole), "another seed draws the same"
+    assert not torch.equal(shares(single, "--batch 12 --seed 1", 1), whole), "another seed draws the same"
 
 
 def test_a_folder_is_read_as_one_text(tmp_path):
