@@ -196,10 +196,8 @@ SENT = {"tensor_parallel": {"all-reduce": 8}, "sequence_parallel": {"reduce-scat
 @pytest.mark.parametrize("t", [1, 2, 8])
 @pytest.mark.parametrize("name", BOTH)
 def test_a_layer_keeps_and_sends_what_the_papers_say(name, t):
-    """2205.05198, table 2, in 16 bits, less dropout's masks, and less scores, which are never stored here.
-
-    1909.08053: 8bsh(t-1)/t elements are sent; with sequence parallelism two inputs are gathered once more.
-    """
+    # 2205.05198, table 2, in 16 bits, less dropout's masks, and less scores, which are never stored here.
+    # 1909.08053: 8bsh(t-1)/t elements are sent; with sequence parallelism two inputs are gathered once more.
     ledger, lesson = load("tools/ledger"), load(name)
     expected = {what: 2 * 3 * times * (t - 1) / t for what, times in SENT[name].items()}
     expected["activations"] = 10 + 24 / t - 2 if name == "tensor_parallel" else (34 - 2) / t

@@ -212,14 +212,10 @@ TIMELINES = {  # the root is 0; the docstrings draw the same
 TIMELINES["zero1"] = TIMELINES["zero2"]
 
 
-def test_zero3_prefetches_one_unit_unless_told_otherwise():
-    assert load("zero3").parse([]).prefetch == 1
-    check_timeline("zero3", "zero3 on demand", prefetch=0)
-
-
 @on_ranks(2)
 def check_gathering(name):
-    """Beside rank 0 one unit is whole at a time while full_state_dict() works."""
+    """Beside rank 0 one unit is whole at a time while full_state_dict() works; one is fetched ahead."""
+    assert load(name).parse([]).prefetch == 1
     ledger = load("tools/ledger")
     _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
     with ledger.Watch() as watch:
@@ -237,7 +233,8 @@ CHECKS = *odd, check_late, check_recompute, check_norm, check_misuse
 test_each_promise_is_kept = holds(("ddp", *STAGES), *CHECKS)
 test_any_module_trains_in_any_buckets = holds("ddp", *in_buckets)
 test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
-test_one_unit_is_whole_while_zero3_gathers_a_state_dict = holds("zero3", check_gathering)
+on_demand = partial(check_timeline, timeline="zero3 on demand", prefetch=0)
+test_zero3_has_one_unit_whole_or_two = holds("zero3", check_gathering, on_demand)
 check_bf16 = partial(check_ledger, size=2, flags="--dtype bf16")
 MUTANTS = [
     ("ddp zero1", "dist.broadcast(tensor, group_src=0, group=group)", "pass", check_odd, "weights differ"),
