@@ -71,8 +71,8 @@ def check_bytes(name, numel=1_000_000):
     lesson, size = load(name), dist.get_world_size()
     power = 2 ** (size.bit_length() - 1)
     doubled = power * (power.bit_length() - 1) + 2 * (size - power)
-    shares = dict.fromkeys(("tree_broadcast", "ring_reduce_scatter", "pairwise_all_to_all"), size - 1)
-    shares |= {"ring_all_gather": size - 1} | dict.fromkeys(ALL_REDUCES, 2 * (size - 1))
+    others = ("tree_broadcast", "ring_reduce_scatter", "ring_all_gather", "pairwise_all_to_all")
+    shares = dict.fromkeys(others, size - 1) | dict.fromkeys(ALL_REDUCES, 2 * (size - 1))
     shares["recursive_doubling_all_reduce"] = doubled
     for each, share in shares.items():
         sent = []

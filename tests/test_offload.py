@@ -17,14 +17,10 @@ UNITS = 6
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_with_params_on_the_host_losses_norms_and_weights_are_single_pys(size):
+def test_with_params_on_the_host_numbers_are_single_pys_and_bytes_the_formulas(size):
     check_parity("offload", size, "--accum 3", f"--params {SLOW}")
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("flags", ["--accum 1", "--accum 3", "--accum 3 --dtype bf16"])
-def test_with_params_bytes_are_the_docstrings_formulas(size, flags):
-    check_ledger("offload", size, f"{flags} --params")
+    for flags in "--accum 1", "--accum 3", "--accum 3 --dtype bf16":
+        check_ledger("offload", size, f"{flags} --params")
 
 
 WITH_PARAMS = partial(check_ledger, size=2, flags="--accum 3 --params")

@@ -75,9 +75,7 @@ def newest_of(folder):
 
 def killed_at_each_line(name, folder):
     """On two ranks: save steps 1 to 4; look before each line of rank 0. Returns what reached the disk."""
-    lesson = load(name)
-    newest = []
-    events = []
+    lesson, newest, events = load(name), [], []
 
     def trace(frame, event, argument):
         if frame.f_code.co_filename.endswith(("resume.py", "pathlib.py", "shutil.py")):
@@ -137,8 +135,7 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(tmp_path):
 
 def tweaked(tweak, name, flags):
     """On a rank: train with a lesson of which tweak() has replaced parts. Returns its notes."""
-    lesson = load(name)
-    notes = []
+    lesson, notes = load(name), []
     tweak(lesson, notes.append)
     with contextlib.suppress(SystemExit):
         lesson.train(lesson.parse(f"{FLAGS} {flags}".split()))

@@ -116,8 +116,8 @@ def serve(lesson, workers, mode, function, steps, staleness=0):
     """A server of one weight, which begins at 0, when all tasks are done."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     tasks = product(range(1, steps + 1), range(workers))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     server = lesson.Server(module, optimizer, tasks, workers, mode, staleness)
     with ThreadPoolExecutor(workers) as threads, server:
         for worker in range(workers):
@@ -188,8 +188,7 @@ def check_straggler(name):
 
 def lose(name, mode, doomed):
     """On a rank: the tasks done and what was said when workers fail at their second task; or the error."""
-    done = []
-    tries = []
+    done, tries = [], []
 
     def task(server, worker, replica, step, share):
         tries.append(worker)
@@ -240,8 +239,7 @@ def check_slow(name):
 
 
 odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5))]
-CHECKS = *odd, check_meeting, check_failing, check_lifetimes
-test_dp_threads_keeps_its_promises = holds("dp_threads", *CHECKS)
+test_dp_threads_keeps_its_promises = holds("dp_threads", *odd, check_meeting, check_failing, check_lifetimes)
 bounds = [partial(check_bound, staleness=n) for n in (0, 1, 3)]
 CHECKS = *bounds, check_no_push_lost, check_straggler, check_losing, check_broken, check_slow
 test_dp_async_keeps_its_promises = holds("dp_async", *CHECKS)

@@ -163,10 +163,7 @@ def check_timeline(name, timeline=None, **options):
     _, zero = wrap(name, model, nn.Linear, **options)
     optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
     for i, unit in enumerate(zero.units):
-        for method, word in (
-            ("unshard", "gather"), ("wait_for_unshard", "gathered"),
-            ("start_reduce", "reduce"), ("finish_reduce", "reduced"), ("reshard", "free"),
-        ):  # fmt: skip
+        for method, word in METHODS.items():
             if hasattr(unit, method):
                 setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
     for _ in range(2):
@@ -193,6 +190,8 @@ def noting(log, event, unit, method):
     return noted
 
 
+METHODS = {"unshard": "gather", "wait_for_unshard": "gathered", "reshard": "free"}
+METHODS |= {"start_reduce": "reduce", "finish_reduce": "reduced"}
 TIMELINES = {  # the root is 0; the docstrings draw the same
     "zero2": """
         gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3
