@@ -17,8 +17,9 @@ import tempfile
 import time
 import traceback
 import types
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -179,6 +180,52 @@ def apart(one, other):
     return (one - other).abs().max().item()
 
 
+def said(call):
+    """(what a call prints, its lines on stderr, its exit code)."""
+    code, out, errors = 0, io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors):
+        try:
+            call()
+        except SystemExit as end:
+            code = end.code
+    return out.getvalue(), errors.getvalue().splitlines(), code
+
+
+def error_of(call):
+    """What a call raises, or "nothing"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def late_work(work, output, result):
+    """Work whose result is in the output when it has been waited for, and not before."""
+    output.fill_(torch.nan)
+    return mock.Mock(wait=lambda: (work.wait(), output.copy_(result)))
+
+
+def late(collective):
+    """A collective, or irecv, whose work is late_work()."""
+
+    def call(output, *given, **options):
+        result = output.clone()
+        given = [x.clone() if torch.is_tensor(x) else x for x in given]  # which may be a part of the output
+        work = collective(result, *given, **options)
+        return late_work(work, output, result) if work else output.copy_(result)
+
+    return call
+
+
+def make_late(lesson):
+    """Let all that a lesson receives be there when it has been waited for, and not before."""
+    names = ("all_reduce", "all_to_all_single", "irecv")
+    lesson.dist = types.SimpleNamespace(**vars(dist) | {name: late(getattr(dist, name)) for name in names})
+    if hasattr(lesson, "all_gather"):
+        lesson.all_gather = late(lesson.all_gather)
+
+
 def rejects(check, reason, name, old, new, tmp_path):
     """Hold that a check fails, with a message that has this reason, when a lesson's `old` is `new`."""
     source = (ROOT / f"{name}.py").read_text()
@@ -222,11 +269,14 @@ def holds(names, *checks):
     return test
 
 
-def mutants(rows, name=None):
-    """A test that holds that each (lesson, old, new, check, reason) is rejected; name: of all the lesson."""
-    rows = [(name, *row) if name else row for row in rows]
+def mutants(rows, names=None):
+    """A test that each (lessons, old, new, check, reason) is rejected; names: the lessons of all rows."""
+    each_alone = []
+    for row in rows:
+        lessons, *edit = (names, *row) if names else row
+        each_alone += [(name, *edit) for name in lessons.split()]
 
-    @pytest.mark.parametrize("name, old, new, check, reason", rows)
+    @pytest.mark.parametrize("name, old, new, check, reason", each_alone)
     def test(name, old, new, check, reason, tmp_path):
         rejects(check, reason, name, old, new, tmp_path)
 

@@ -191,17 +191,14 @@ def bad_disk(act, lesson, note):
 def check_disk(name):
     """One that fails, and one that is slow."""
     failing = partial(os.stat, "/no"), "saving step 4: [Errno 2] No such file or directory: '/no'", 3
-    for act, said, oldest in (
-        failing,
-        (partial(time.sleep, 1), "step 5 waits for the save before it; raise", 4),
-    ):
+    slow = partial(time.sleep, 1), "step 5 waits for the save before it; raise", 4
+    for act, said, oldest in failing, slow:
         with TemporaryDirectory() as folder:
             save(folder, 2, name)
             flags = f"--every 1 --keep 3 --steps 6 --checkpoint {folder}"
             one, other = world(2).run(tweaked, partial(bad_disk, act), name, flags)
-            assert sum(f"resume.py: --checkpoint: {said}" in text for text in one) == 1 and not other, (
-                f"{one}, {other}"
-            )
+            texts = [text for text in one if f"resume.py: --checkpoint: {said}" in text]
+            assert len(texts) == 1 and not other, f"{one}, {other}"
             check_kept(folder, oldest, 5, 6)
             numbers = {path.read_bytes() for path in Path(folder).glob("*/rank-0.bin")}
             assert len(numbers) == 3, "a checkpoint has another step's numbers"

@@ -62,9 +62,8 @@ def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
         assert squeezed(shown) == squeezed(code), f"{name}.html has other code"
         lines = ["", *f'"""{docstring}"""{code}'.split("\n")]
         for number, what in re.findall(r'href="#L(\d+)">(?:<code>)?([\w-]+)<', page):
-            assert what.replace("-", "_") in lines[int(number)], (
-                f"{name}.html: {what} is not in line {number}"
-            )
+            found = what.replace("-", "_") in lines[int(number)]
+            assert found, f"{name}.html: {what} is not in line {number}"
         following = re.findall(r'rel="next" href="(\w+)', page)
         assert following == lessons[lessons.index(name) + 1 :][:1], f"{name}.html leads to {following}"
     marked = re.findall(r'class="sends"></i>.*?(\w+)\(', (site / "zero2.html").read_text())
@@ -76,10 +75,8 @@ def test_a_difference_is_that_of_the_two_files(site):
         page = (site / f"{old}-{new}.html").read_text()
         pieces = re.findall(r'<pre(?: class="(\w+)")?[^>]*>\n(.*?)</pre>', page, re.S)
         equal = []
-        for name, other, changed in (
-            (old, "new", r"(\d+) lines of code go"),
-            (new, "old", r"go, (\d+) come"),
-        ):
+        sides = (old, "new", r"(\d+) lines of code go"), (new, "old", r"go, (\d+) come")
+        for name, other, changed in sides:
             found = text_of("".join(piece for side, piece in pieces if side != other))
             docstring, code = docstring_and_code(site, name)
             assert found == f'{code[1:]}"""{docstring}"""\n', f"{old}-{new}.html has another {name}.py"
@@ -113,10 +110,8 @@ def test_the_explorers_show_what_the_lessons_and_plan_py_compute(site):
                 assert re.sub(r"-\S+ ", "", words) == re.sub(r"\.0\b", "", named), key
             assert schedules[key]["inFlight"] == list(map(in_flight, schedule)), key
             idle = [-sum(map(float, re.findall(r" (-\S+)", words))) for words in schedules[key]["ranks"]]
-            busy = 3 * int(microbatches)
-            assert abs(schedules[key]["idle"] - max(idle) / (busy + max(idle))) < 1e-4, (
-                f"{key}: not its bubble"
-            )
+            bubble = max(idle) / (3 * int(microbatches) + max(idle))
+            assert abs(schedules[key]["idle"] - bubble) < 1e-4, f"{key}: not its bubble"
     sums = [f"{sum(row[:3]) / 1e9:.3g} {row[3] / 1e9:.3g}" for row in memory["7.5b 64"]]
     assert sums == ["120 29.5", "31.4 29.5", "16.6 29.5", "1.88 44.3"]  # ZeRO, Figure 1
 

@@ -11,12 +11,11 @@ from itertools import product
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import TINY, apart, holds, load, mutants, on_ranks, train, world
+from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, said, world
 
 
 class Odd(nn.Module):
@@ -54,49 +53,35 @@ def check_odd(name, replicas=4, rows=5):
     assert module.calls == 3, "the module's buffer is not the first replica's"
 
 
-class Meeting(nn.Module):
-    """Its forward and its backward end when those of three replicas have begun."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.barrier = threading.Barrier(3, timeout=seconds)
+class Meeting(nn.Linear):
+    """Its forward and its backward end when those of all replicas have begun."""
 
     def forward(self, x):
         self.barrier.wait()
-        y = x * self.weight
+        y = super().forward(x)
         y.register_hook(lambda gradient: gradient * (self.barrier.wait() < 3))
         return y
 
 
-def meet(name, threads, seconds):
-    """Whether three replicas meet."""
-    with contextlib.suppress(threading.BrokenBarrierError):
-        load(name).DP(Meeting(seconds), ["cpu"] * 3, threads)(torch.ones(6, 3)).sum().backward()
-        return True
-    return False
-
-
 @on_ranks(1)
 def check_meeting(name):
-    assert meet(name, True, 4), "replicas are not at work at once"
-    assert not meet(name, False, 0.1), "replicas are at work at once with --no-threads"
+    for threads, seconds, wrong in (True, 4, "not at work at once"), (False, 0.1, "at work at once"):
+        module = Meeting(3, 1)
+        module.barrier = threading.Barrier(3, timeout=seconds)
+        dp = load(name).DP(module, ["cpu"] * 3, threads)
+        error = error_of(lambda dp=dp: dp(torch.ones(6, 3)).sum().backward())
+        assert error == ("nothing" if threads else "BrokenBarrierError: "), f"replicas are {wrong}"
 
 
-class Failing(nn.Module):
+class Failing(nn.Linear):
     """Takes x / 10 seconds; fails in forward where x is negative, in backward where it is 7."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.finished = []
 
     def forward(self, x):
         if x < 0:
             raise KeyError("forward")
         time.sleep(x.item() / 10)
         self.finished.append(1)
-        y = x * self.weight
+        y = super().forward(x)
         if x == 7:
             y.register_hook(lambda _: {}["backward"])
         return y
@@ -105,15 +90,14 @@ class Failing(nn.Module):
 @on_ranks(1)
 def check_failing(name):
     """An error reaches the caller when the other replicas have finished, and there is no gradient."""
-    module = Failing()
+    module = Failing(1, 1)
+    module.finished = []
     dp = load(name).DP(module, ["cpu"] * 3)
-    errors = []
-    for bad in (-1.0, 7.0):
-        try:
-            dp(torch.tensor([1, bad, 4])).sum().backward()
-        except KeyError as error:
-            errors.append((str(error), len(module.finished)))
-    assert errors == [("'forward'", 2), ("'backward'", 5)], "the caller goes on while replicas run"
+    for bad, where, finished in (-1.0, "forward", 2), (7.0, "backward", 5):
+        x = torch.tensor([[1], [bad], [4]])
+        error = error_of(lambda x=x: dp(x).sum().backward())
+        found = error, len(module.finished)
+        assert found == (f"KeyError: '{where}'", finished), "the caller goes on while replicas run"
     assert module.weight.grad is None
 
 
@@ -126,14 +110,6 @@ def check_lifetimes(name):
     dp = load(name).DP(module, ["cpu"] * 3)
     loss = dp(torch.ones(6, 2)).sum()
     assert (len(alive), loss.backward(), len(alive)) == (3, None, 0), "replicas outlive their backward"
-
-
-def check_bytes(name):
-    for size, flags in ((1, ""), (4, "--accum 3"), (2, "--dtype bf16")):
-        result, _ = train(name, size, f"{TINY} --batch 36 {flags}", watched=True)
-        assert "foreign read" not in result["sent"], "a storage of another thread is read"
-        row = result["sent"]["send"]
-        assert row["wire"] == row["formula"], f"{row['wire'] - row['formula']:+.0f} bytes from the formula"
 
 
 def serve(lesson, workers, mode, function, steps, staleness=0):
@@ -188,8 +164,8 @@ def straggle(name, mode):
     pushes = []
 
     def wait():
-        length = None
-        while length != len(pushes):
+        length = -1
+        while length < len(pushes):
             length = len(pushes)
             time.sleep(0.4)
         pushes.append(0)
@@ -236,9 +212,8 @@ def lose(name, mode, doomed):
 def check_losing(name):
     for mode in ("asp", "ssp"):
         done, updates, said = world(1).run(lose, name, mode, (1,), timeout=5)[0]
-        assert done == list(product(range(1, 9), range(3))) and updates == 24, (
-            f"{mode}: tasks of a failed worker are not done"
-        )
+        every_task = list(product(range(1, 9), range(3)))
+        assert done == every_task and updates == 24, f"{mode}: tasks of a failed worker are not done"
         assert said.startswith("worker 1 failed: ValueError"), f"{mode}: says {said!r}"
     error, done, _ = world(1).run(lose, name, "bsp", (1,), timeout=5)[0]
     assert error == "worker 1 is out of order" and done <= 5, "bsp does not end with the error"
@@ -251,35 +226,33 @@ def check_broken(name):
     """An update fails, and the workers end."""
     lesson = load(name)
     lesson.Server.apply = lambda *_: {}["no such update"]
-    with pytest.raises(KeyError):
-        serve(lesson, 3, "asp", push_one, 5)
+    assert error_of(lambda: serve(lesson, 3, "asp", push_one, 5)) == "KeyError: 'no such update'"
 
 
 @on_ranks(1)
 def check_slow(name):
     lesson = load(name)
     lesson.time = mock.Mock(perf_counter=time.perf_counter)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        lesson.train(lesson.parse(f"{TINY} --workers 2 --slow 1=3".split()))
+    out, _, _ = said(lambda: lesson.train(lesson.parse(f"{TINY} --workers 2 --slow 1=3".split())))
     slept = [call.args[0] > 0 for call in lesson.time.sleep.mock_calls]
     assert (sum(slept), len(slept)) == (3, 6), "not one worker is slow"
-    assert out.getvalue().endswith("staleness of the pushes: {0: 6}\n"), "says something else"
+    assert out.endswith("staleness of the pushes: {0: 6}\n"), "says something else"
 
 
-CHECKS = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5))]
-CHECKS += [check_meeting, check_failing, check_lifetimes, check_bytes]
+odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5))]
+CHECKS = *odd, check_meeting, check_failing, check_lifetimes
 test_dp_threads_keeps_its_promises = holds("dp_threads", *CHECKS)
-CHECKS = [partial(check_bound, staleness=n) for n in (0, 1, 3)]
-CHECKS += [check_no_push_lost, check_straggler, check_losing, check_broken]
-test_dp_async_keeps_its_promises = holds("dp_async", *CHECKS, check_slow, check_bytes)
+bounds = [partial(check_bound, staleness=n) for n in (0, 1, 3)]
+CHECKS = *bounds, check_no_push_lost, check_straggler, check_losing, check_broken, check_slow
+test_dp_async_keeps_its_promises = holds("dp_async", *CHECKS)
 THREADS_MUTANTS = [
-    ("leaf = leaf.to(device, copy=True)", "pass", check_bytes, "another thread is read"),
+    ("leaf = leaf.to(device, copy=True)", "pass", check_ledger, "another thread is read"),
     ("[None, *devices[1:]]", "devices", check_ledger, "parameters: +"),
     ("{name: new[member] for name, member in members}", "dict(members)", check_odd, "gradients differ"),
     ('("_parameters", "_buffers", "_modules")', '("_parameters", "_modules")', check_odd, "buffer"),
     ("total.add_(gradient)", "pass", check_parity, "losses differ"),
     ("wait(futures)", "pass", check_failing, "while replicas run"),
-    ("        if not threads:  #", "        if False:  #", check_meeting, "with --no-threads"),
+    ("        if not threads:  #", "        if False:  #", check_meeting, "are at work at once"),
     ("        if not threads:  #", "        if True:  #", check_meeting, "not at work at once"),
     ("ctx.call = None", "pass", check_lifetimes, "outlive"),
     ("torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
@@ -298,8 +271,7 @@ ASYNC_MUTANTS = [
     ("clamp(max=1) / self.pushes_per_update", "clamp(max=1)", check_parity, "losses differ"),
     ("self.max_norm = max_norm or math.inf", "self.max_norm = math.inf", check_parity, "losses differ"),
     ("(times - 1)", "times", check_slow, "not one worker"),
-    ("copied.grad.to(param.device, copy=True)", "copied.grad", check_bytes, "another thread is read"),
+    ("copied.grad.to(param.device, copy=True)", "copied.grad", check_ledger, "another thread is read"),
 ]  # fmt: skip
-MUTANTS = [("dp_threads", *row) for row in THREADS_MUTANTS]
-MUTANTS += [("dp_async", *row) for row in ASYNC_MUTANTS]
-test_a_mutant_is_rejected = mutants(MUTANTS)
+test_a_mutant_of_dp_threads_is_rejected = mutants(THREADS_MUTANTS, "dp_threads")
+test_a_mutant_of_dp_async_is_rejected = mutants(ASYNC_MUTANTS, "dp_async")

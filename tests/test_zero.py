@@ -1,29 +1,28 @@
-"""What is special to zero1.py, zero2.py and zero3.py."""
+"""What ddp.py, zero1.py, zero2.py and zero3.py promise of any module: sharding, overlap, memory."""
 
 import copy
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from test_all import check_masters, check_parity
-from tests.harness import apart, holds, load, mutants, on_ranks
+from test_all import check_ledger, check_masters, check_parity
+from tests.harness import apart, error_of, holds, load, make_late, mutants, on_ranks
 
 STAGES = ("zero1", "zero2", "zero3")
 
 
 def wrap(name, model, unit_class, **options):
     """(lesson, model wrapped by its class)."""
-    lesson = load(name)
-    wrapper = next(getattr(lesson, each) for each in ("ZeRO1", "ZeRO2", "ZeRO3") if hasattr(lesson, each))
-    return lesson, wrapper(model, unit_class, **options)
-
-
-# ---- any module ----
+    lesson, stem = load(name), Path(name).stem
+    if stem == "single":
+        model.clip_grad_norm_ = lambda max_norm: lesson.clip_grad_norm_(model.parameters(), max_norm)
+        return lesson, model
+    wrapper = next(each for key, each in vars(lesson).items() if key.lower() == stem)
+    return lesson, wrapper(model, *([] if stem == "ddp" else [unit_class]), **options)
 
 
 class Part(nn.Module):
@@ -31,12 +30,12 @@ class Part(nn.Module):
 
     sometimes = False
 
-    def __init__(self, width=7):
+    def __init__(self):
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(width))
-        self.norm = nn.LayerNorm(width)
-        self.inner = nn.Linear(width, width)
-        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(7))
+        self.norm = nn.LayerNorm(7)
+        self.inner = nn.Linear(7, 7)
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
 
     def forward(self, x):
         x = x + torch.tanh(self.inner(self.norm(x))) * self.frozen
@@ -65,87 +64,48 @@ class Odd(nn.Module):
             x = self.how(self.parts[i], x)["x"]
         return x * self.scale
 
-
-def batches(rank=None, size=1):
-    """Two steps of two microbatches: the whole of each, or a rank's share."""
-    x = torch.randn(2, 2, 6, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return x if rank is None else x.chunk(size, dim=2)[rank]
-
-
-def train_plain(model):
-    """The weights after two steps of all of the batch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for step in batches():
-        for x in step:
-            (model(x).square().mean() / 2).backward()
-        for param in model.parameters():
+    def clip_grad_norm_(self, max_norm):
+        for param in self.parameters():
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)  # what has no gradient counts as zero
-        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+
+def train(model, steps):
+    """Train a wrapped or a plain model on steps of two microbatches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in steps:
+        for i, x in enumerate(step):
+            model.syncing = i == 1
+            (model(x).square().mean() / 2).backward()
+            with torch.no_grad():
+                model(x)
+        model.clip_grad_norm_(0.3)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return model.state_dict()
 
 
 @on_ranks(3)
-def check_odd(name, how=None, late=False):
-    """full_state_dict() of a sharded Odd after train_plain()'s steps is what that ends in."""
+def check_odd(name, how=None, late=False, **options):
+    """An Odd ends in the weights of the plain one, which trains on all ranks' batches."""
     torch.manual_seed(0)
+    steps = torch.randn(2, 2, 6, 4, 5, dtype=torch.float64)
     model = (Odd(how) if how else Odd()).double()
-    expected = train_plain(copy.deepcopy(model))
+    plain = copy.deepcopy(model)
+    train(plain, steps)
     for tensor in model.state_dict().values():
         tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
-    lesson, zero = wrap(name, model, Part)
+    lesson, wrapped = wrap(name, model, Part, **options)
     if late:
         make_late(lesson)
-    optimizer = torch.optim.SGD(zero.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for step in batches(dist.get_rank(), dist.get_world_size()):
-        for i, x in enumerate(step):
-            zero.syncing = i == 1
-            (zero(x).square().mean() / 2).backward()
-            with torch.no_grad():
-                zero(x)
-        zero.clip_grad_norm_(0.3)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    state = zero.full_state_dict()
+    train(wrapped, steps.chunk(dist.get_world_size(), dim=2)[dist.get_rank()])
+    state = getattr(wrapped, "full_state_dict", model.state_dict)()
     if dist.get_rank() and hasattr(lesson, "ShardedWeight"):
         assert state == {}, "a rank other than 0 has weights"
     else:
-        assert apart(state, expected) < 1e-12, "weights differ"
-
-
-class Late:
-    """The work of a collective whose result is there when it has been waited for, and not before."""
-
-    def __init__(self, work, output, result):
-        self.work, self.output, self.result = work, output, result
-
-    def wait(self):
-        self.work.wait()
-        self.output.copy_(self.result)
-
-
-def make_late(lesson):
-    """Let the lesson's collectives bring their results at the last moment."""
-
-    def late(collective):
-        def call(output, given, group=None, async_op=False):
-            result = torch.empty_like(output)
-            work = collective(result, given.clone(), group=group, async_op=True)
-            output.fill_(torch.nan)
-            late_work = Late(work, output, result)
-            return late_work if async_op else late_work.wait()
-
-        return call
-
-    lesson.all_gather = late(lesson.all_gather)
-    lesson.dist = mock.Mock(wraps=dist)
-    lesson.dist.all_to_all_single = late(dist.all_to_all_single)
+        assert apart(state, plain.state_dict()) < 1e-12, "weights differ"
 
 
 def recompute(part, x):
@@ -153,119 +113,171 @@ def recompute(part, x):
         return checkpoint(part, x, use_reentrant=False)
 
 
-def check_recompute(name):
-    check_odd(name, recompute, size=2)
-
-
-@on_ranks(2)
-def check_against_torch(name):
-    """Weights are those of torch's own after three steps."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).double()
-    for param in model.parameters():
-        dist.broadcast(param.detach(), 0)
-    peer = copy.deepcopy(model)
-    lesson, zero = wrap(name, model, nn.Linear)
-    optimizer = torch.optim.AdamW(zero.parameters(), lr=0.1)
-    if hasattr(lesson, "ShardedWeight"):
-        for layer in peer:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        wrapped = fully_shard(peer)
-        peer_optimizer = torch.optim.AdamW(peer.parameters(), lr=0.1)
-    else:
-        wrapped = nn.parallel.DistributedDataParallel(peer)
-        peer_optimizer = ZeroRedundancyOptimizer(peer.parameters(), torch.optim.AdamW, lr=0.1)
-    for x in torch.randn(3, 4, 5, dtype=torch.float64):
-        zero(x).square().mean().backward()
-        zero.clip_grad_norm_(0.1)
-        optimizer.step()
-        wrapped(x).square().mean().backward()
-        nn.utils.clip_grad_norm_(peer.parameters(), 0.1)
-        peer_optimizer.step()
-        peer_optimizer.zero_grad()
-    expected = {key: getattr(x, "full_tensor", lambda x=x: x)() for key, x in peer.state_dict().items()}
-    state = zero.full_state_dict()
-    assert not state or apart(state, expected) < 1e-6  # torch adds 1e-6 to the norm, too, but by tensor
-
-
-# ---- what is refused, and exact ----
+EMPTY = "ValueError: optimizer got an empty parameter list"
+UNUSED = "AssertionError: a unit got no gradient in this step"
+SAID = {  # of an optimizer of the module's weights, one of them alone, two backwards, no backward
+    "ddp": ["", "", "all backwards of a step but the last belong in no_sync()", ""],
+    "zero1": [EMPTY, "", "syncing must be False in all backwards of a step but the last", ""],
+    "zero2": [EMPTY, "", "", UNUSED],
+    "zero3": [EMPTY, "must be Tensor, not ShardedWeight", "", UNUSED],
+}
 
 
 @on_ranks(1)
 def check_misuse(name):
-    said = []
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    _, zero = wrap(name, model, nn.Linear)
+    _, wrapped = wrap(name, model, nn.Linear)
     x = torch.ones(2, 4)
-    for wrong in (
+    wrongs = [
         lambda: torch.optim.SGD(model.parameters(), lr=1),
         lambda: nn.functional.linear(x, model[0].weight),
-        lambda: [zero(x).sum().backward() for _ in range(2)],
-        lambda: [zero.clip_grad_norm_(1.0) for _ in range(2)],
-    ):
-        try:
-            said.append(f"nothing: {wrong()}")
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    wrong_optimizer, freed_weight, two_backwards, two_clips = said
-    assert wrong_optimizer == "ValueError: optimizer got an empty parameter list"
-    if Path(name).stem == "zero1":
-        assert two_backwards.endswith("syncing must be False in all backwards of a step but the last")
-    else:
-        assert two_clips == "AssertionError: a unit got no gradient in this step"
-    if Path(name).stem == "zero3":
-        assert "must be Tensor, not ShardedWeight" in freed_weight
-
-
-class Wide(nn.Module):
-    """A parameter whose gradient is the input."""
-
-    def __init__(self, numel):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, x):
-        return (self.weight * x).sum()
+        lambda: [wrapped(x).sum().backward() for _ in range(2)],
+        lambda: [wrapped.clip_grad_norm_(1.0) for _ in range(2)],
+    ]
+    for wrong, expected in zip(wrongs, SAID[Path(name).stem]):
+        said = error_of(wrong)
+        assert expected in said, f"{said}, not {expected}"
 
 
 @on_ranks(1)
 def check_norm(name):
-    numel = 2 * 10**7
-    gradient = torch.rand(numel)
+    """It is exact of 20 million elements, and half of it is half."""
+    gradient = torch.rand(2 * 10**7)
     exact = sum(part.double().square().sum() for part in gradient.split(2**20)).sqrt()
-    _, zero = wrap(name, Wide(numel), nn.Linear)
-    zero(gradient).backward()
-    norm = zero.clip_grad_norm_(exact / 2)
-    clipped = zero.units[0].shard.grad.double().square().sum().sqrt()
-    assert abs(norm / exact - 1) < 1e-6 and abs(clipped / exact - 0.5) < 1e-6, f"norms off: {norm}, {clipped}"
+    _, wrapped = wrap(name, nn.Linear(len(gradient), 1, bias=False), nn.Bilinear)
+    wrapped(gradient).backward()  # the input is the gradient
+    norm = wrapped.clip_grad_norm_(exact / 2)
+    clipped = next(wrapped.parameters()).grad.double().square().sum().sqrt()
+    assert abs(norm / exact - 1) < 1e-6, f"the norm is {norm / exact} of what it should be"
+    assert abs(clipped / exact - 0.5) < 1e-6, f"what is clipped is not half, but {clipped / exact}"
 
 
+class Link(nn.Linear):
+    """A unit of a chain."""
+
+
+@on_ranks(2)
+def check_timeline(name, timeline=None, **options):
+    """What computes and what starts and ends on the network in a second step, in order."""
+    log = []
+    model = nn.Sequential(nn.Linear(4, 4), *(Link(4, 4) for _ in range(3)))
+    for i in 1, 2, 3:
+        model[i].register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
+        model[i].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
+    _, zero = wrap(name, model, Link, **options)
+    optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
+    for i, unit in enumerate(zero.units):
+        for method, word in (
+            ("unshard", "gather"), ("wait_for_unshard", "gathered"),
+            ("start_reduce", "reduce"), ("finish_reduce", "reduced"), ("reshard", "free"),
+        ):  # fmt: skip
+            if hasattr(unit, method):
+                setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
+    for _ in range(2):
+        log.clear()
+        zero(torch.randn(2, 4)).sum().backward()
+        zero.clip_grad_norm_(1.0)
+        optimizer.step()
+    expected = TIMELINES[timeline or Path(name).stem]
+    assert " ".join(log) == " ".join(expected.split()), f"another order: {', '.join(log)}"
+
+
+def noting(log, event, unit, method):
+    """The method, which notes that it did something: a collective has started or ended, storage was freed."""
+
+    def state():
+        return (unit.all_gather_work, unit.reduce_work, unit.flat_param.untyped_storage().nbytes())
+
+    def noted(*args):
+        before = state()
+        method(*args)
+        if state() != before:
+            log.append(event)
+
+    return noted
+
+
+TIMELINES = {  # the root is 0; the docstrings draw the same
+    "zero2": """
+        gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3
+        backward 3 reduce 3 backward 2 reduced 3 reduce 2 backward 1 reduced 2 reduce 1
+        reduced 1 reduce 0 reduced 0""",
+    "zero3": """
+        gather 0 gather 1 gathered 0 gather 2 gathered 1 forward 1 free 1 gather 3 gathered 2
+        forward 2 gathered 3 forward 3 backward 3 free 3 reduce 3 backward 2 gather 1 free 2
+        reduced 3 reduce 2 backward 1 gathered 1 free 1 reduced 2 reduce 1 free 0
+        reduced 1 reduce 0 reduced 0""",
+    "zero3 on demand": """
+        gather 0 gathered 0 gather 1 gathered 1 forward 1 free 1 gather 2 gathered 2
+        forward 2 free 2 gather 3 gathered 3 forward 3 backward 3 free 3 reduce 3
+        backward 2 gather 2 gathered 2 free 2 reduced 3 reduce 2 backward 1 gather 1 gathered 1
+        free 1 reduced 2 reduce 1 free 0 reduced 1 reduce 0 reduced 0""",
+}
+TIMELINES["zero1"] = TIMELINES["zero2"]
+
+
+def test_zero3_prefetches_one_unit_unless_told_otherwise():
+    assert load("zero3").parse([]).prefetch == 1
+    check_timeline("zero3", "zero3 on demand", prefetch=0)
+
+
+@on_ranks(2)
+def check_gathering(name):
+    """Beside rank 0 one unit is whole at a time while full_state_dict() works."""
+    ledger = load("tools/ledger")
+    _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
+    with ledger.Watch() as watch:
+        zero.full_state_dict()
+    shards = sum(shard.nbytes for shard in zero.parameters())
+    assert dist.get_rank() == 0 or watch.held()["parameters"] - shards == 4 * 72
+
+
+ALL = ("ddp", *STAGES)
+BUCKETS = [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}]
 odd = [partial(check_odd, size=size) for size in (1, 2, 3)]
-test_any_module_trains_from_rank_0s_weights_with_torchs_optimizers_and_schedulers = holds(STAGES, *odd)
-test_activation_checkpointing_around_a_unit_works = holds(STAGES, check_recompute)
-test_the_norm_of_20_million_elements_is_exact = holds(STAGES, check_norm)
-test_zero_ends_in_the_weights_of_torchs_own = holds(STAGES, check_against_torch)
-test_wrong_use_is_said_in_one_line = holds(STAGES, check_misuse)
-# ---- mutants ----
-
+in_buckets = [partial(each, **options) for each in odd for options in BUCKETS]
+check_late = partial(check_odd, late=True, size=2)
+check_recompute = partial(check_odd, how=recompute, size=2)
+test_any_module_trains_from_rank_0s_weights_with_torchs_optimizers_and_schedulers = holds(ALL, *odd)
+test_so_it_does_with_other_buckets = holds("ddp", *in_buckets)
+test_every_collective_is_waited_for = holds(ALL, check_late)
+test_activation_checkpointing_around_a_unit_works = holds(ALL, check_recompute)
+test_the_norm_of_20_million_elements_is_exact = holds(("single", *ALL), check_norm)
+test_wrong_use_is_said_in_one_line = holds(ALL, check_misuse)
+test_one_unit_is_whole_while_zero3_gathers_a_state_dict = holds("zero3", check_gathering)
+test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
+check_bf16 = partial(check_ledger, size=2, flags="--dtype bf16")
+FROM_0 = "dist.broadcast(tensor, group_src=0, group=group)"
 MUTANTS = [
-    ("zero1", "dist.broadcast(tensor, group_src=0, group=group)", "pass", check_odd, "weights differ"),
+    ("ddp zero1", FROM_0, "pass", check_odd, "weights differ"),
+    ("ddp zero2", "squares.sqrt() / self.world_size", "squares.sqrt()", check_parity, "losses differ"),
+    ("zero1 zero2 zero3", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
+    ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", check_late, "weights differ"),
+    ("zero1 zero2 zero3", "self.reduce_work.wait()", "pass", check_late, "weights differ"),
+    ("ddp", "(bucket.flat_grad, group", "(bucket.flat_grad[:0], group", check_parity, "losses differ"),
+    ("ddp", "view.copy_(param.grad)", "view.add_(param.grad)", check_parity, "losses differ"),
+    ("ddp", "view.zero_()", "pass", check_odd, "weights differ"),
+    ("ddp", "        if self.syncing:\n", "        if True:\n", check_parity, "belong in no_sync()"),
+    ("ddp", "bucket.work.wait()", "pass", check_late, "weights differ"),
+    ("ddp", "square().sum(dtype=torch.float64)", "norm().double().square()", check_norm, "the norm is"),
+    ("ddp", "torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
     ("zero1", "if param.requires_grad:", "if True:", check_odd, "weights differ"),
     ("zero1", "syncing = i == config.accum", "syncing = True", check_parity, "syncing must be False"),
     ("zero1", "self.flat_grad.zero_()", "pass", check_parity, "losses differ"),
-    ("zero1", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "bf16 weights moved by"),
     ("zero2", "dist.all_reduce(squares, group=self.group)", "pass", check_parity, "losses differ"),
-    ("zero2", "squares.sqrt() / self.world_size", "squares.sqrt()", check_parity, "losses differ"),
     ("zero2", "self.grad_shard + shard", "shard", check_parity, "losses differ"),
     ("zero2", "self.flat_grad.zero_()", "pass", check_odd, "weights differ"),
-    ("zero2", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "bf16 weights moved by"),
     ("zero3", "self.own.copy_(self.shard)", "pass", check_parity, "losses differ"),
     ("zero3", "dist.broadcast(self.flat_param, group_src=0, group=group)", "pass", check_odd, "differ"),
     ("zero3", "= ShardedWeight()", "= None", check_misuse, "must be Tensor, not ShardedWeight"),
-    ("zero3", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "bf16 weights moved by"),
-    ("zero3", "grad.square().sum().double()", "grad.norm().double().square()", check_norm, "norms off"),
+    ("zero3", "grad.square().sum().double()", "grad.norm().double().square()", check_norm, "the norm is"),
+    ("zero1", "unit.flat_grad.untyped_storage().resize_(0)", "pass", check_bf16, "gradients: +"),
+    ("zero2", "weight.grad = None", "pass", check_ledger, "gradients: +"),
+    ("zero2", "self.flat_grad.untyped_storage().resize_(0)  #", "pass  #", check_ledger, "gradients: +"),
+    ("zero3", "unit.reshard_after_forward = False  #", "pass  #", check_ledger, "all-gather: sent +"),
+    ("zero3", "[: 1 + self.prefetch]", "[: 2 + self.prefetch]", check_ledger, "parameters: +"),
+    ("zero3", "unit.reshard()\n            self._reduce", "self._reduce", check_ledger, "parameters: +"),
+    ("zero3", "self.units[i::direction]", "self.units[i:]", check_timeline, "another order"),
+    ("zero1 zero2 zero3", "self.reducing.finish_reduce()", "pass", check_timeline, "another order"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)
