@@ -208,6 +208,7 @@ ORDER = [
         MEET,
     ),
     ("zero3", "broadcast(self.flat_param, group_src=0", "broadcast(self.flat_param, dist.get_rank()", MEET),
+    ("expert_parallel", "rows, received, sent,", "rows, received[::-1], sent,", MEET),
     ("parallel_3d", "ranks, axis, -1)", "ranks, axis, -1)[:: -1 if dist.get_rank() else 1]", MEET),
     ("pipeline", '{op: [dist.new_group(), dist.new_group()] for op in "FB"}', ONE_GROUP, WAIT),
     ("zero_bubble", '{op: dist.new_group() for op in "FB"}', 'dict.fromkeys("FB", dist.new_group())', WAIT),
