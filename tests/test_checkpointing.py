@@ -13,7 +13,6 @@ import torch.utils.checkpoint as torchs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from test_all import check_parity
 from tests.harness import TINY, error_of, holds, load, make_late, mutants, on_ranks, world
 
 
@@ -214,11 +213,9 @@ def check_streams(name):
     store.stream = streams.side
     streams.empty.side_effect = torch.empty_like
     with (
-        mock.patch.object(torch.cuda, "stream", streams.beside),
-        mock.patch.object(torch.cuda, "current_stream", lambda device: "computation"),
-        mock.patch.object(torch.Tensor, "record_stream", streams.record),
+        mock.patch.multiple(torch.cuda, stream=streams.beside, current_stream=lambda device: "computation"),
+        mock.patch.multiple(torch.Tensor, record_stream=streams.record, copy_=streams.copy),
         mock.patch.object(torch, "empty_like", streams.empty),
-        mock.patch.object(torch.Tensor, "copy_", streams.copy),
     ):
         stored = store.put(torch.ones(4, device="meta"))
         assert stored[0].device.type == "cpu", "not on the host"
@@ -234,8 +231,6 @@ test_gradients_and_random_numbers_are_equal_to_the_bit_in_several_backwards = ho
 test_a_function_that_changes_is_found_out = holds(BOTH, check_misuse)
 test_gradients_and_flops_are_torchs_and_no_more_bytes = holds("checkpointing", check_beside_torch)
 test_each_policy_keeps_and_recomputes_what_the_papers_say = holds("checkpointing", check_kept)
-every_second = partial(check_parity, size=1, own_flags="--policy full --every 2")
-test_so_it_is_with_every_second_block = holds("checkpointing", every_second)
 offloaded = partial(check_events, offload=True)
 test_checkpoints_are_split_and_come_back_one_ahead = holds("zero_r", check_events, offloaded)
 test_groups_share_checkpoints_and_every_all_gather_is_waited_for = holds("zero_r", check_pairs)

@@ -2,9 +2,7 @@
 
 import math
 import re
-from contextlib import redirect_stdout
 from functools import partial
-from io import StringIO
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from test_all import check_parity
-from tests.harness import TINY, apart, holds, load, mutants, on_ranks, train, world
+from tests.harness import TINY, apart, holds, load, mutants, on_ranks, said, train, world
 
 EXPERTS = 12
 
@@ -138,10 +136,9 @@ def check_rows_sent(name):
 
 def printed(flags):
     """On a rank: what a run prints at its end of the first mixture: (tokens of each expert, % dropped)."""
-    lesson, out = load("expert_parallel"), StringIO()
-    with redirect_stdout(out):
-        lesson.train(lesson.parse(flags.split()))
-    load_of, dropped = re.search(r"tokens per expert \[(.*)\] \| dropped (.*)%", out.getvalue()).groups()
+    lesson = load("expert_parallel")
+    out, _, _ = said(lambda: lesson.train(lesson.parse(flags.split())))
+    load_of, dropped = re.search(r"tokens per expert \[(.*)\] \| dropped (.*)%", out).groups()
     return [int(x) for x in load_of.split(",")], float(dropped)
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.harness import TINY, load, on_ranks
 
 RACES = ["collectives", "ddp", "zero1", "zero3", "offload", "tensor_parallel", "sequence_parallel", "fusion"]
-RACES += ["parallel_3d", "resume", "checkpointing --policy full", "checkpointing --policy selective"]
+RACES += ["parallel_3d", "resume", "checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
 
 

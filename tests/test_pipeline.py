@@ -233,8 +233,8 @@ def check_held(name):
 
 def refused_with_one_gpu(name):
     """On a rank of two, on a host with one GPU."""
-    alone = mock.patch("torch.cuda.device_count", lambda: 1), mock.patch("torch.cuda.set_device")
-    with alone[0], alone[1], mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
+    gpu = {"device_count": lambda: 1, "set_device": mock.Mock()}
+    with mock.patch.multiple(torch.cuda, **gpu), mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
         return refused(name, TINY)
 
 

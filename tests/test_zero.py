@@ -247,9 +247,8 @@ test_wrong_use_is_said_in_one_line = holds(ALL, check_misuse)
 test_one_unit_is_whole_while_zero3_gathers_a_state_dict = holds("zero3", check_gathering)
 test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
 check_bf16 = partial(check_ledger, size=2, flags="--dtype bf16")
-FROM_0 = "dist.broadcast(tensor, group_src=0, group=group)"
 MUTANTS = [
-    ("ddp zero1", FROM_0, "pass", check_odd, "weights differ"),
+    ("ddp zero1", "dist.broadcast(tensor, group_src=0, group=group)", "pass", check_odd, "weights differ"),
     ("ddp zero2", "squares.sqrt() / self.world_size", "squares.sqrt()", check_parity, "losses differ"),
     ("zero1 zero2 zero3", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
     ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", check_late, "weights differ"),
