@@ -195,6 +195,7 @@ class Unit:
             submodule.register_buffer(name, weight)
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
+        self.nothing = ShardedWeight()
         self.reshard()
 
     def views(self, flat):
@@ -226,7 +227,7 @@ class Unit:
             self.flat_param.untyped_storage().resize_(0)
             for submodule, name, _ in self.slots:
                 del submodule._buffers[name]
-                vars(submodule)[name] = ShardedWeight()
+                vars(submodule)[name] = self.nothing
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""

@@ -93,7 +93,6 @@ class Rank:
 
     launch = watch  # (a Launch that begins)
     wait = watch  # (a Launch that the current stream waits for)
-    new_group = watch  # (ranks, backend)
     objects = watch  # (name of an object collective, group, device)
     known = watch  # () What this thread knows to have happened,
     learn = watch  # (known) and a thread that it starts, or waits for.
@@ -174,10 +173,8 @@ class Rank:
         self.backends[dist.group.WORLD] = backend
 
     def make_group(self, original, ranks, timeout, backend, *more, **options):
-        backend = backend or self.backend()
-        self.new_group(ranks, backend)
         group = original(ranks, timeout, None, *more, **options)
-        self.backends[group] = backend
+        self.backends[group] = backend or self.backend()
         return group
 
     def instead(self):

@@ -17,7 +17,7 @@ from tests.alone import Rank
 
 
 class Recorder(Rank):
-    """A rank on a CPU, over what says that it is NCCL. All other ranks send what this one does."""
+    """A rank on a CPU, over what says that it is NCCL. Others give what it gives, or zeros."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -27,6 +27,7 @@ class Recorder(Rank):
         self.asked = {}  # {id of a launch: its event}
 
     def note(self, does, **more):
+        more = {"messages": [], "parts": {}, "batch": None} | more
         self.events.append(SimpleNamespace(does=does, where=self.where(), **more))
         return self.events[-1]
 
@@ -34,8 +35,7 @@ class Recorder(Rank):
         """For what looks so on all ranks."""
         ranks = frozenset(ranks or dist.get_process_group_ranks(group or dist.group.WORLD))
         nccl = self.backend(group) == "nccl"
-        fields = {"messages": [], "parts": None, "batch": None} | more
-        return self.note("asks", stream=(self.groups.get(group, 0), ranks), nccl=nccl, looks=looks, **fields)
+        return self.note("asks", stream=(self.groups.get(group, 0), ranks), nccl=nccl, looks=looks, **more)
 
     def join(self, init, backend, **_):
         super().join(init, "nccl")
@@ -66,19 +66,19 @@ class Recorder(Rank):
                 event = self.ask(launch.group, "messages", batch=launch.batch)
             event.messages.append((ends, f"{tensor.numel()} {tensor.dtype}"))
         elif launch.name == "all_to_all_single":
-            size = dist.get_world_size(launch.group)
-            names = "input_split_sizes", "output_split_sizes"
-            parts = [launch.options.get(name) or [len(tensor) // size] * size for name in names]
-            event = self.ask(launch.group, f"{launch.name} of {tensor.dtype}", parts=parts)
+            event = self.ask(launch.group, f"{launch.name} of {tensor.dtype}")
+            parts = [launch.options.get(name) for name in ("input_split_sizes", "output_split_sizes")]
+            event.parts = dict(zip(sorted(event.stream[1]), zip(*parts))) if all(parts) else {}
         else:
             event = self.ask(launch.group, f"{looks} {launch.options}")
         self.asked[id(launch)] = event
         if launch.name not in ("all_reduce", "broadcast"):
-            self.receive(launch.given, launch.made)
+            alike = "gather" in launch.name or "scatter" in launch.name
+            self.receive(launch.given if alike else [], launch.made)
 
     @torch.no_grad()
     def receive(self, given, made):
-        """What all others send is what this rank does, or nothing."""
+        """What all others send is what this rank does; of messages and all-to-alls zeros."""
         for tensor in made:
             tensor.zero_()
             if given and given[0].numel():
@@ -88,16 +88,12 @@ class Recorder(Rank):
     def wait(self, launch):
         self.note("awaits", ask=self.asked.pop(id(launch)))
 
-    def read(self, original, tensor):
-        self.note("waits")
-        return original(tensor)
+    def read(self, read):
+        return lambda tensor: (self.note("waits"), read(tensor))[1]
 
     def instead(self):
-        reads = {(torch.Tensor, name): getattr(torch.Tensor, name) for name in ("item", "tolist")}
-        return super().instead() | {
-            key: lambda tensor, original=original: self.read(original, tensor)
-            for key, original in reads.items()
-        }
+        reads = {(torch.Tensor, name): self.read(getattr(torch.Tensor, name)) for name in ("item", "tolist")}
+        return super().instead() | reads
 
 
 class Replay:
@@ -123,8 +119,10 @@ class Replay:
 
     def meet(self, key, rank, looks, event):
         for other, (its, before) in self.there[key].items():
-            assert looks == its, (
-                f"ranks do not meet: {event.where} {looks}, on rank {other} {before.where} {its}"
+            fits = not looks or event.parts.get(other, ()) == before.parts.get(rank, ())[::-1]
+            here, there = (looks, event.parts), (its, before.parts)
+            assert looks == its and fits, (
+                f"ranks do not meet: {event.where} {here}, on rank {other} {before.where} {there}"
             )
         self.there[key][rank] = looks, event
         return self.there[key].keys()
@@ -167,7 +165,8 @@ class Replay:
             operation.meets.append((key, frozenset(ends), looks))
         self.operations[id(event)] = operation
         self.streams[rank].setdefault(stream, deque()).append(operation)
-        self.queues[rank].append(operation)
+        if not event or event.nccl:
+            self.queues[rank].append(operation)
         return operation
 
     def gpu(self, rank):
@@ -178,14 +177,16 @@ class Replay:
                 del self.streams[rank][stream]
 
     def ends(self, rank, operation):
+        event, queue = operation.event, self.queues[rank]
         if not operation.started:
-            late = self.one_queue and self.queues[rank][0] is not operation
+            late = self.one_queue and (not event or event.nccl) and queue[0] is not operation
             if late or not all(need.ended for need in operation.needs):
                 return False
             operation.started = self.moved = True
-            self.queues[rank].remove(operation)
+            if not event or event.nccl:
+                queue.remove(operation)
             for key, _, looks in operation.meets:
-                self.meet(key, rank, looks, operation.event)
+                self.meet(key, rank, looks, event)
         return all(self.there[key].keys() >= ranks for key, ranks, _ in operation.meets)
 
     def waits_for(self, rank):

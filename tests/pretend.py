@@ -42,10 +42,9 @@ def register():
 class Stream:
     """torch.cuda.Stream"""
 
-    def __init__(self, gpu, device, name="side stream"):
+    def __init__(self, gpu, device):
         self.gpu = gpu
         self.device = torch.device(device)
-        self.name = name
 
     def wait_stream(self, other):
         self.gpu.follow(self, other)
@@ -179,7 +178,7 @@ class Gpu(TorchDispatchMode, Rank):
     def stream(self, device="pretend:0"):
         streams = getattr(self.here, "streams", {})
         device = torch.device(device or "pretend:0")
-        default = self.default_streams.setdefault(device, Stream(self, device, "compute"))
+        default = self.default_streams.setdefault(device, Stream(self, device))
         return streams.get(device, default)
 
     def set_stream(self, stream):

@@ -9,12 +9,11 @@
 
 Lessons come first, then flags: those below, and the lessons' own (--size, --batch, --dtype, --device ...).
 
-First all train three steps and must end in equal weights. Then rounds: in each, every contender runs --steps
-(3) steps, and each round starts with another one. The lesson is its own train(), unmodified, in a thread that
-waits for its turns. A line shows the median time of a step, and the ratio of the lesson's time to it: its
-median, least and greatest over the rounds; below 1 the lesson was faster. Then each contender runs in
-processes of its own: "live" is the most bytes that it had allocated after any operator of its third step,
-"process" the most that the process took.
+First all train three steps and must end in equal weights. Then rounds, each begun by another one: each runs
+--steps (3) steps. The lesson is its own train(), unmodified, in a thread that waits for its turns. A line
+shows the median time of a step, and the ratio of the lesson's time to it: median, least and greatest over the
+rounds; below 1 the lesson was faster. Then each runs in processes of its own: "live" is the most bytes
+allocated after any operator of its third step, "process" the most that the process took.
 
 With --hosts the bytes are counted that each host really sent, and the floor is what a step can hardly be
 shorter than: the longer of compute alone (1/N of the batch, nothing sent) and bytes / rate. With --host times

@@ -62,7 +62,8 @@ class Mesh3D(Peer):
     def __init__(self, lesson, config, device):
         self.lesson, self.config = lesson, config
         size = dist.get_world_size()
-        tp, pp = config.tp or math.gcd(2, size), config.pp or math.gcd(2, size // (config.tp or 2))
+        tp = config.tp or math.gcd(2, size)
+        pp = config.pp or math.gcd(2, size // tp)
         self.own = lesson.Mesh(np.arange(size).reshape(pp, size // tp // pp, tp))
         mesh = init_device_mesh(device.type, self.own.ranks.shape, mesh_dim_names=("pp", "dp", "tp"))
         self.model = new_model(lesson, config, device)
