@@ -25,7 +25,7 @@ def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name):
         lesson, bench.load = gpu.load_lesson(), lambda name: gpu.load_lesson()
         config = lesson.parse(flags)
         assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"
-        race = bench.Race(name, SimpleNamespace(rounds=1, also=[], beside=[]), flags)
+        race = bench.Race(name, SimpleNamespace(rounds=1, also=[], beside=[], host=False), flags)
         assert race.memory(f"{name}.py") and race.run("")["rows"]
         with pytest.raises(SystemExit):
             bench.Ours(name, [*flags, "--batch=5"])  # and nobody waits for it

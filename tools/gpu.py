@@ -50,7 +50,7 @@ ERROR = re.compile(
 
 def measure(job):
     """Race a lesson and these peers; rank 0 writes what came out."""
-    bench = SimpleNamespace(rounds=job["rounds"], also=[], beside=[])
+    bench = SimpleNamespace(rounds=job["rounds"], also=[], beside=[], host=False)
     race = Race(job["lesson"], bench, job["flags"])
     race.peers = {title: race.peers[title] for title in job["peers"]}
     if not job["compare"]:
