@@ -129,9 +129,15 @@ class Kernels(Streams):
         if "attention" in name:
             given = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
             self.calls[name, given.get("is_causal", False)] += 1
-            lse, length = given.get("logsumexp"), given["query"].shape[2]
+            q, k, lse = given["query"], given["key"], given.get("logsumexp")
+            length, width = q.shape[2:]
+            assert q.stride(3) == k.stride(3) == 1 and width % 8 == 0 and q.shape[1] == k.shape[1]
+            assert length == k.shape[2] or not given.get("is_causal"), "a causal mask that is not square"
             if lse is not None:
-                assert lse.is_contiguous(), "a log-sum-exp that is not contiguous"
+                assert lse.is_contiguous() and lse.dtype == torch.float32, "a log-sum-exp of another form"
+                assert (
+                    given["out"].dtype == given["grad_out_" if "eff" in name else "grad_out"].dtype == q.dtype
+                )
                 asked = -(-length // 32) * 32 if "efficient" in name else length
                 assert lse.shape[2] == asked, f"a log-sum-exp of {lse.shape[2]} rows, not {asked}"
         return super().on_gpu(function, args, kwargs)
@@ -183,7 +189,7 @@ MUTANTS = [
     ("if not q.is_cuda:\n        out", "if True:\n        out", check_gpus, "other kernels"),
     ("q, k, v, None, True, 0.0, is_causal", "q, k, v, None, True, 0.0", check_gpus, "other kernels"),
     ("(0, -q.shape[2] % 32)", "(0, 0)", check_gpus, "rows, not 32"),
-    ("lse.squeeze(-1).contiguous()", "lse.squeeze(-1)", check_gpus, "is not contiguous"),
+    ("lse.squeeze(-1).contiguous()", "lse.squeeze(-1)", check_gpus, "of another form"),
     ("work.wait()\n        kv =", "work\n        kv =", check_gpus, "what a collective still writes"),
     ("dist.get_rank() // config.cp", "dist.get_rank() % config.cp", check_mesh, "losses differ"),
 ]  # fmt: skip
