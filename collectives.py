@@ -39,7 +39,6 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.func import functional_call
 
 
 def exchange(given, to, received, source, group):
@@ -49,7 +48,8 @@ def exchange(given, to, received, source, group):
         if x is not None:
             if x.is_cuda and dist.get_backend(group) == "gloo":
                 refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
-            ops.append(dist.P2POp(op, x, group=group, group_peer=peer % dist.get_world_size(group)))
+            peer %= dist.get_world_size(group)
+            ops.append(dist.P2POp(op, x, group=group, group_peer=peer))
     for work in dist.batch_isend_irecv(ops):
         work.wait()
 
@@ -183,22 +183,22 @@ def train(config):
     """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dtype = DTYPES[config.dtype]
-    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
+    model = GPT(config).to(device, torch.promote_types(DTYPES[config.dtype], torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     noise = 0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
+        batches = microbatches(config, text, step, device, rank, world_size)
+        weights = {name: param.to(DTYPES[config.dtype]) for name, param in model.named_parameters()}
         loss = 0
-        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
+        for inputs, targets in batches:
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(functional_call(model, weights, inputs), targets) / config.accum
+            microloss = mean_loss(torch.func.functional_call(model, weights, inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
         grads = [param.grad for param in model.parameters()]
         flat_grad = nn.utils.parameters_to_vector(grads)
-        sums = torch.stack([loss, sum(grad.norm(dtype=torch.float64) ** 2 for grad in grads)])
+        sums = torch.stack([loss, nn.utils.get_total_norm(grads) ** 2])
         ring_all_reduce(sums)
         ring_all_reduce(flat_grad)
         nn.utils.vector_to_parameters(flat_grad.div_(world_size), grads)  # the mean over ranks
@@ -210,7 +210,7 @@ def train(config):
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)
     if config.save and rank == 0:
-        torch.save(model.to(dtype).state_dict(), config.save)
+        torch.save(model.to(DTYPES[config.dtype]).state_dict(), config.save)
 
 
 def parse(arguments=None):
