@@ -140,12 +140,6 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert any("all_gather" in str(event.get("name")) or "gloo" in str(event.get("name")) for event in events)
 
 
-@pytest.mark.parametrize("flags", ["", "no/such.py", "--ranks x zero3.py", "--ranks 2 expert_parallel.py"])
-def test_bad_input_ends_in_one_line_and_exit_code_2(flags):
-    _, lines, code = world(1).run(run_main, flags)[0]
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("ledger.py: ")
-
-
 test_formulas_are_read_and_evaluated = holds("tools/ledger", check_formulas)
 test_a_storage_counts_from_birth_to_death_by_what_it_holds = holds("tools/watch", check_watch)
 MUTANTS = [
