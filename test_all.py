@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_so_they_are_with_the_other_optimizer(lesson, flags):
 
 @every_parallel_lesson
 def test_nothing_is_clipped_with_clip_0(lesson):
-    check_parity(lesson.name, 2, "--clip 0 --optim sgd")
+    check_parity(lesson.name, 2, "--clip inf --optim sgd")
 
 
 @every_parallel_lesson
@@ -121,7 +122,7 @@ def test_with_its_defaults_on_8_ranks_a_lesson_is_single_py_to_the_last_printed_
 
 def check_masters(name, size=2):
     """In bf16, steps too small for a bf16 weight add up in an fp32 copy of it."""
-    flags = f"{TINY} --steps 15 --lr 2e-5 --clip 0 --batch 24 --accum 2"
+    flags = f"{TINY} --steps 15 --lr 2e-5 --clip inf --batch 24 --accum 2"
     _, start = oracle(name, f"{flags} --steps 1 --lr 0")
     _, plain = oracle(name, flags)
     _, weights = train(name, size, f"{flags} --dtype bf16")
@@ -252,9 +253,11 @@ BAD_FLAGS += ("--no-such-flag", "extra")
 
 
 def refused(name, flags):
-    """On a rank: (exit code, lines on stderr) of a lesson."""
+    """On a rank: (exit code, lines on stderr) of a lesson. All ranks but the one that speaks wait."""
     lesson = load(name)
-    _, lines, code = said(lambda: lesson.train(lesson.parse(flags.split())))
+    with mock.patch("time.sleep") as sleep:
+        _, lines, code = said(lambda: lesson.train(lesson.parse(flags.split())))
+    assert mock.call(5) in sleep.mock_calls or code != 2 or os.environ["RANK"] == "0"
     return code, lines
 
 

@@ -106,7 +106,7 @@ def run_of(name, flags, kernel="flash", checkpoint=None):
     models, gpt = [], lesson.GPT
     lesson.GPT = lambda config: models.append(gpt(config)) or models[0]
     gpt.zero_grad = lambda model: None
-    config = lesson.parse(f"{TINY} --steps 1 --batch 6 --optim sgd --clip 0 {flags}".split())
+    config = lesson.parse(f"{TINY} --steps 1 --batch 6 --optim sgd --clip inf {flags}".split())
     with sdpa_kernel(KERNELS[kernel]), FlopCounterMode(display=False) as counter:
         watch, _ = ledger.run(lesson, config)
     held = watch.held()
