@@ -119,10 +119,9 @@ def visible(i, length, group, order, is_causal):
         return [(everything, everything)]
     earlier = i <= dist.get_rank(group)
     if order == "zigzag" and i > 0:
-        # Of their chunks only the early one precedes ours, or of ours only the late one follows theirs.
         if earlier:
-            return [(everything, early_chunk)]
-        return [(late_chunk, everything)]
+            return [(everything, early_chunk)]  # their late one follows all of ours
+        return [(late_chunk, everything)]  # our early one precedes all of theirs
     if earlier:
         return [(everything, everything)]
     return []
@@ -238,8 +237,9 @@ def train(config):
         for inputs, targets in batches:
             with mock.patch.object(F, "scaled_dot_product_attention", attention):  # in all blocks
                 microloss = mean_loss(functional_call(model, weights, own(inputs, 1)), own(targets, 1))
-            (microloss / config.accum).backward()  # as gradients of microbatches add up
-            loss += microloss.detach() / config.accum
+            microloss = microloss / config.accum  # as gradients of microbatches add up
+            microloss.backward()
+            loss += microloss.detach()
         grad_norm = average_gradients(model, config.clip)
         optimizer.step()
         model.zero_grad()
