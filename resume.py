@@ -2,8 +2,8 @@
 
 Idea
     Each rank writes its 1/N of masters and moments to a file of its own; when all have confirmed, rank 0
-    publishes them with a manifest that says what is where. Until then they do not count, so a run may be
-    killed at any moment. Each of M ranks reads what its new part needs, whoever wrote it (ByteCheckpoint,
+    publishes them with a manifest of all checksums. Until then they do not count, so a run may be killed at
+    any moment. Each of M ranks reads what its new part needs, whoever wrote it (ByteCheckpoint,
     arXiv 2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
 
 Memory (bytes; P parameters, N ranks; w a weight: fp32 4, bf16 2, fp64 8; m 4, in fp64 8; c bf16 4, else 0)
@@ -30,7 +30,6 @@ Left out
 """
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -51,74 +50,76 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def save(folder, run, keep, group, step, state):
-    """Save a matrix; `state` is this rank's 1/N of its columns. All ranks must call it."""
-    start = dist.get_rank() * state.shape[1]  # the first column of this rank
+    """Save a matrix; `state` is this rank's 1/N of its columns. All ranks must call it. False: it failed."""
     draft = folder / f"draft-{step:08}"
     path = draft / f"rank-{dist.get_rank()}.bin"
-    shard = {"file": path.name, "range": (start, start + state.shape[1])}
     try:
-        shard["checksum"] = checksum(state, start)
+        answer = checksum(state, dist.get_rank() * state.shape[1])
         draft.mkdir(exist_ok=True)
         path.write_bytes(state)
         sync(path)
     except OSError as problem:
-        shard = problem
-    shards = [None] * dist.get_world_size()
-    dist.all_gather_object(shards, shard, group=group)
-    if dist.get_rank() == 0:
-        publish(draft, {"step": step, **run, "shards": shards}, keep)
+        answer = problem
+    answers = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer, group=group)
+    return dist.get_rank() > 0 or publish(folder, step, draft, run, answers, keep)
 
 
-def publish(draft, manifest, keep):
+def publish(folder, step, draft, run, answers, keep):
     """If all ranks have written their files, rename the draft: step-* appears whole or not at all."""
-    folder = draft.parent
+    target = folder / f"step-{step:08}"
     try:
-        for shard in manifest["shards"]:
-            if isinstance(shard, OSError):
-                raise shard
-        path = draft / "manifest.json"
-        path.write_text(json.dumps(manifest))
+        for answer in answers:
+            if isinstance(answer, OSError):
+                raise answer
+        path = draft / "manifest.txt"
+        path.write_text("\n".join([target.name, *run, *map(str, answers)]))
         sync(path)
         sync(draft)
-        draft.rename(folder / f"step-{manifest['step']:08}")
+        draft.rename(target)
         sync(folder)
         for old in sorted(folder.glob("step-*"))[:-keep]:
             shutil.rmtree(old.rename(draft))  # killed here: half a draft, never half a step-*
+        return True
     except OSError as problem:
-        say(f"saving step {manifest['step']}: {problem}")
+        say(f"saving step {step}: {problem}")
         shutil.rmtree(draft, ignore_errors=True)
+        return False
 
 
-def load(folder, run, group, state):
-    """Fill this rank's state from the newest checkpoint. Returns its step; 0: there is none."""
+def load(folder, run, group, state, numel):
+    """Fill this rank's state, of numel columns in all, from the newest checkpoint. Returns its step, or 0."""
     folder.mkdir(parents=True, exist_ok=True)
-    if dist.get_rank() == 0:
-        for draft in folder.glob("draft-*"):
-            shutil.rmtree(draft)  # a killed run left it
-    newest = [max(folder.glob("step-*"), default=None)]
-    dist.broadcast_object_list(newest, group=group)  # what rank 0 sees
-    if not newest[0]:
+    for draft in folder.glob("draft-*"):
+        shutil.rmtree(draft, ignore_errors=True)  # a killed run left it
+    found = [max(folder.glob("step-*"), default=None)]
+    dist.broadcast_object_list(found, group=group)  # what rank 0 sees
+    newest = found[0]
+    if not newest:
         return 0
-    manifest = json.loads((newest[0] / "manifest.json").read_text())
-    for key, value in run.items():
-        if manifest.get(key) != value:
-            raise ValueError(f"was saved with {key} {manifest.get(key)}, not {value}")
-    for shard in manifest["shards"]:
-        path = newest[0] / shard["file"]
-        total = torch.tensor(read(path, *shard["range"], state))
+    path = newest / "manifest.txt"
+    lines = path.read_text(errors="replace").split("\n")
+    for line, ours in zip(lines, [newest.name, *run]):
+        if line != ours:
+            raise ValueError(f"{path} has {line!r}, not {ours!r}; remove {path.parent}, or use its flags")
+    checksums = lines[1 + len(run) :] or ["none"]
+    width = -(-numel // len(checksums))  # columns of a shard: together they have all
+    for i, expected in enumerate(checksums):
+        path = newest / f"rank-{i}.bin"
+        total = torch.tensor(read(path, i * width, width, state))
         dist.all_reduce(total, group=group)  # over all ranks: each column once, but for padding, zeros
-        if total != shard["checksum"]:
-            raise ValueError(f"{path} is missing or damaged; remove {path.parent} to use an older one")
-    return manifest["step"]
+        if f"{total}" != expected:
+            raise ValueError(f"{path} is not as manifest.txt says; remove {path.parent} to use an older one")
+    return int(newest.name.removeprefix("step-"))
 
 
-def read(path, start, end, state):
+def read(path, start, width, state):
     """Copy the columns that are in this file and in this rank's state. Returns their checksum."""
     own_start = dist.get_rank() * state.shape[1]
     first = max(start, own_start)
-    last = max(first, min(end, own_start + state.shape[1]))
+    last = max(first, min(start + width, own_start + state.shape[1]))
     try:
-        saved = np.memmap(path, f"f{state.itemsize}", "c", shape=(len(state), end - start))
+        saved = np.memmap(path, f"f{state.itemsize}", "c", shape=(len(state), width))
     except (OSError, ValueError):
         return 0  # missing or too short, so that the checksum will be wrong
     part = saved[:, first - start : last - start]
@@ -150,7 +151,8 @@ class ShardedOptimizer:
 
     def __init__(self, params, optimizer_class, **options):
         self.params = params
-        self.padding = params[0].new_zeros(-sum(map(torch.numel, params)) % dist.get_world_size())
+        self.numel = sum(map(torch.numel, params))
+        self.padding = params[0].new_zeros(-self.numel % dist.get_world_size())
         self.flat_param = parameters_to_vector([*params, self.padding]).detach()
         vector_to_parameters(self.flat_param, params)  # which are now parts of it
         self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]
@@ -181,19 +183,19 @@ class ShardedOptimizer:
 
 
 def go_on(config, sharded):
-    """Load the newest checkpoint. Returns the function that saves, and where to copy the state for it."""
-    run = {"format": 1}
+    """Load the newest checkpoint. Returns what starts to save, and where to copy the state for it."""
+    run = ["format 2"]
     for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
-        run[name] = getattr(config, name)
+        run.append(f"{name} {getattr(config, name)}")
     group = dist.new_group(backend="gloo")  # for the thread that saves
     try:
-        steps = load(config.checkpoint, run, group, sharded.state)
+        steps = load(config.checkpoint, run, group, sharded.state, sharded.numel)
         sharded.steps.fill_(steps)
     except (OSError, ValueError) as problem:
         refuse(f"--checkpoint {config.checkpoint}: {problem}")
     sharded.unshard()
     snapshot = torch.empty_like(sharded.state, device="cpu", pin_memory=sharded.state.is_cuda)
-    return partial(save, config.checkpoint, run, config.keep, group), snapshot
+    return partial(ThreadPoolExecutor(1).submit, save, config.checkpoint, run, config.keep, group), snapshot
 
 
 def train(config):
@@ -203,17 +205,15 @@ def train(config):
     world_size = dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
     sharded = ShardedOptimizer(list(model.parameters()), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
-    thread = ThreadPoolExecutor(1)
-    saving = thread.submit(int)  # nothing yet
+    saving = ThreadPoolExecutor(1).submit(bool, True)  # nothing yet
     if config.checkpoint:
-        write, snapshot = go_on(config, sharded)
+        start_save, snapshot = go_on(config, sharded)
     for step in range(int(sharded.steps) + 1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
         for inputs, targets in microbatches(config, text, step, device, rank, world_size):
-            # Gradients add up over microbatches and ranks: divide to get the batch's mean.
             microloss = mean_loss(model(inputs), targets) / config.accum / world_size
-            microloss.backward()
+            microloss.backward()  # gradients add up over microbatches and ranks: hence the divisions
             loss += microloss.detach()
         grad_norm = sharded.step(config.clip)
         model.zero_grad()
@@ -222,12 +222,14 @@ def train(config):
             if not saving.done():
                 say(f"step {step} waits for the save before it; raise --every")
             saving.result()
-            saving = thread.submit(write, step, snapshot.copy_(sharded.state).numpy())
+            saving = start_save(step, snapshot.copy_(sharded.state).numpy())
         if config.no_overlap or step == config.steps:
             saving.result()
         print_step(config, step, loss, grad_norm, started)
     if config.save and rank == 0:
         torch.save(model.state_dict(), config.save)
+    if not saving.result():
+        refuse(f"--checkpoint {config.checkpoint}: the last save failed; make room, and run it again")
 
 
 def parse(arguments=None):
