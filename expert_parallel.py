@@ -93,8 +93,9 @@ class MoE(nn.Module):
         choices = torch.cat([part[:places] for part, places in zip(parts, kept[rank])])
         rows = choices // self.top_k  # of tokens, ordered by expert and so by rank
         outputs = self.dispatch(tokens[rows], kept)
-        gates = gates.flatten()[choices, None]
-        outputs = outputs * gates.to(x.dtype)
+        gates = gates.flatten().to(x.dtype)
+        gates = gates[choices].unsqueeze(-1)
+        outputs = outputs * gates
         mixed = torch.zeros_like(tokens)
         mixed.index_add_(0, rows, outputs)
         return mixed.view_as(x)
@@ -164,6 +165,7 @@ def mix_experts(model, config, group):
     for block in model.blocks[::2]:
         hidden, width = block.up.weight.shape
         del block.up, block.down
+        block.up = block.down = torch.zeros_like
         block.moe = MoE(width, hidden, config.experts, config.top_k, group, config.capacity_factor)
         block.forward = partial(forward_with_experts, block)
         mixtures.append(block.moe)
@@ -171,11 +173,8 @@ def mix_experts(model, config, group):
 
 
 def forward_with_experts(block, x):
-    """Block.forward() with the mixture in place of the MLP."""
-    qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1))  # (B, T, 3, H, D/H)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + block.proj(attended.transpose(1, 2).flatten(2))
+    """Block.forward(), whose MLP adds nothing now, and the mixture."""
+    x = Block.forward(block, x)
     return x + block.moe(block.norm2(x))
 
 
