@@ -66,13 +66,12 @@ class ZeRO3(nn.Module):
         super().__init__()
         self.module = module
         self.group = group
-        self.world_size = dist.get_world_size(group)
         self.prefetch = prefetch
         self.units = []
-        self.reducing = None  # the unit whose reduce-scatter was the last to start
-        for submodule, params in find_units(module, unit_class).items():
+        for (submodule, kind, _), params in find_units(module, unit_class):
             unit = Unit(module, params, device, group)
             unit.reshard_after_forward = reshard_after_forward and submodule is not module
+            unit.shard.kind = kind
             submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
             submodule.register_forward_hook(partial(self._post_forward, unit))
             for weight in unit.weights:
@@ -82,12 +81,16 @@ class ZeRO3(nn.Module):
             unit.reshard_after_forward = False  # backward begins with these
         for tensor in module.to(device=device).state_dict().values():  # what is in no shard
             dist.broadcast(tensor, group_src=0, group=group)
+        self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
+        module.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def _begin_forward(self, *_):
         for unit in self.units:
             unit.reshard()  # some may be whole and old, or have got no gradient in their last backward
-        return self.module(*args, **kwargs)
 
     def _unshard_from(self, unit, direction):
         """All-gather a unit, and prefetch the next ones in this direction (1 or -1)."""
@@ -110,48 +113,36 @@ class ZeRO3(nn.Module):
                 x.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
-        if not unit.in_backward:
-            unit.in_backward = True
-            unit.pending = set(unit.weights)
+        unit.in_backward = True
         self._unshard_from(unit, -1)
 
     def _gradient_landed(self, unit, weight):
+        torch.autograd.Variable._execution_engine.queue_callback(unit.end_backward)
         unit.collect(weight)
         unit.pending.discard(weight)
         if not unit.pending:
             unit.reshard()
-            self._reduce(unit)
-
-    def _reduce(self, unit):
-        """Start to reduce-scatter the unit's gradients, once the reduce-scatter before has finished."""
-        if self.reducing:
             self.reducing.finish_reduce()
-        self.reducing = unit
-        unit.start_reduce()
+            self.reducing = unit
+            unit.start_reduce()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Set the shards' .grad: the ranks' mean, scaled to a norm of max_norm at most. Returns the norm."""
-        squares = 0
+        """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
+        squares = self.shards[0].new_zeros((), dtype=torch.float64)
         for unit in self.units:
-            if len(unit.pending) < len(unit.weights):
-                self._reduce(unit)  # some weights got no gradient, which counts as zero
-            unit.finish_reduce()
-            assert unit.grad_shard is not None, "a unit got no gradient in this step"
-            unit.shard.grad = unit.grad_shard.to(unit.shard.dtype)
-            unit.grad_shard = None
-            unit.reshard()  # the step will change the shard
-            squares += unit.shard.grad.square().sum().double()
+            if unit.shard.grad is not None:
+                squares += unit.shard.grad.square().sum()
         dist.all_reduce(squares, group=self.group)
-        norm = squares.sqrt() / self.world_size  # ranks' gradients were added up, and we want their mean
-        for shard in self.shards:
-            shard.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1) / self.world_size)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
         return norm
 
     def full_state_dict(self):
         """The plain module's state_dict on rank 0's CPU; {} elsewhere. All ranks must call it."""
         state_dict = {}
         for unit in self.units:
+            unit.reshard()  # it may be whole and old
             unit.unshard()
             unit.wait_for_unshard()
             if dist.get_rank(self.group) == 0:
@@ -170,16 +161,15 @@ class Unit:
 
     def __init__(self, module, params, device, group):
         self.group = group
-        world_size = dist.get_world_size(group)
+        self.world_size = dist.get_world_size(group)
         flat = nn.utils.parameters_to_vector(params).detach().to(device=device)
-        padding = -len(flat) % world_size
+        padding = -len(flat) % self.world_size
         self.shapes = [param.shape for param in params]
         self.sizes = [*(shape.numel() for shape in self.shapes), padding]
         self.flat_param = F.pad(flat, (0, padding))
         dist.broadcast(self.flat_param, group_src=0, group=group)
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(world_size)[dist.get_rank(group)]  # this rank's part
-        self.grad_shard = None
+        self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
         self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
         self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
         self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
@@ -252,10 +242,18 @@ class Unit:
             self.reduce_work.wait()
             self.reduce_work = None
             # Over gloo N rows have been received, else one.
-            shard = self.received.view(-1, len(self.own)).sum(0)
-            self.grad_shard = shard if self.grad_shard is None else self.grad_shard + shard
+            total = self.received.view(-1, len(self.own)).sum(0)
+            if self.shard.grad is None:
+                self.shard.grad = torch.zeros_like(self.shard)
+            self.shard.grad.add_(total, alpha=1 / self.world_size)  # for we want the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
+
+    def end_backward(self):
+        """Reduce what is left: some weights got no gradient, which counts as zero."""
+        if len(self.pending) < len(self.weights):
+            self.start_reduce()
+        self.finish_reduce()
 
 
 class ShardedWeight:
@@ -263,7 +261,7 @@ class ShardedWeight:
 
 
 def find_units(module, unit_class):
-    """{submodule: its trainable parameters}; `module` gets those in no unit or in several."""
+    """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
     users = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
@@ -273,8 +271,9 @@ def find_units(module, unit_class):
     for param in module.parameters():
         if param.requires_grad:
             home = users[param][0] if len(users.get(param, ())) == 1 else module
-            units.setdefault(home, []).append(param)
-    return units
+            kind = getattr(param, "kind", None)
+            units.setdefault((home, kind, param.dtype), []).append(param)
+    return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
 
 
 def train(config):
