@@ -23,7 +23,8 @@ Run
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Buckets in the order in which gradients land, compressed gradients, parameters that only some ranks use.
+    Buckets in the order in which gradients land, compressed gradients, parameters that only some ranks use,
+    or that are moved, cast or replaced once they are wrapped; buffers differ, as a batch norm's averages.
 """
 
 import argparse
@@ -52,9 +53,8 @@ class DDP(nn.Module):
             param.grad /= dist.get_world_size()
 
     Here they travel during backward, several parameters' at once. All ranks start with rank 0's weights.
-    A backward ends when every .grad is the mean over ranks, as after torch's DDP; in no_sync() it is the
-    rank's own. So all backwards of a step but the last belong there, else they send for nothing.
-    Parameters that got no gradient get zeros.
+    After a backward every .grad is the mean over ranks; parameters that got no gradient get zeros. All
+    backwards of a step but the last belong in no_sync(), else they send more. clip_grad_norm_() is optional.
     bucket_cap_mb: MiB in an all-reduce (None: a fifth of all, at most 25). overlap: False waits for backward.
     """
 
@@ -65,7 +65,7 @@ class DDP(nn.Module):
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.syncing = True
-        self.in_backward = False
+        self.unreduced = False  # whether gradients have landed that are no mean
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group_src=0, group=group)
         params = [param for param in module.parameters() if param.requires_grad]
@@ -91,13 +91,11 @@ class DDP(nn.Module):
 
     def _gradient_landed(self, bucket, param):
         bucket.land(param)
-        if not self.syncing:
-            return
-        if param not in bucket.pending:
-            raise RuntimeError("a gradient landed twice: a backward failed, or checkpoint() is reentrant")
-        bucket.pending.remove(param)
-        if not self.in_backward:
-            self.in_backward = True
+        self.unreduced = True
+        if self.syncing:
+            if param not in bucket.pending:
+                raise RuntimeError("a gradient landed twice: a backward failed, or checkpoint() is reentrant")
+            bucket.pending.remove(param)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         # All ranks must launch buckets in the same order, or they would add up different ones.
         while self.overlap and self.to_launch and not self.to_launch[0].pending:
@@ -112,8 +110,10 @@ class DDP(nn.Module):
 
     @torch.no_grad()
     def _end_backward(self):
-        """Launch what is left, and make each .grad the ranks' mean."""
-        self.in_backward = False
+        """Launch what is left, and make each .grad the ranks' mean, if that is not done."""
+        if not self.unreduced:
+            return
+        self.unreduced = False
         while self.to_launch:
             self._launch()
         self.to_launch = deque(self.buckets)
@@ -125,9 +125,8 @@ class DDP(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a norm of max_norm at most. Returns the norm."""
-        squares = 0
-        for bucket in self.buckets:
-            squares += bucket.flat_grad.square().sum(dtype=torch.float64)
+        self._end_backward()
+        squares = sum(bucket.flat_grad.square().sum(dtype=torch.float64) for bucket in self.buckets)
         norm = squares.sqrt()
         for bucket in self.buckets:
             bucket.flat_grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))

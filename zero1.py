@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters, U in the largest unit, N ranks)
     parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
-    gradients     max(wP + gwU, mP/N)          m max(w, 4); g 1 over gloo (its receive buffer), else 0
+    gradients     wP + gwU + cP/N              g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
@@ -24,8 +24,8 @@ Run
     torchrun --nproc_per_node=8 zero1.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameter groups in a unit, nested units, optimizers that are not elementwise, several dtypes, parameters
-    that only some ranks use.
+    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
+    cast or replaced once they are wrapped.
 """
 
 import argparse
@@ -54,8 +54,9 @@ class ZeRO1(nn.Module):
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
     share, form one more. All leave the module: zero.parameters() are this rank's shards, fp32 if the module
     is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().
-    `syncing` must be False in all backwards of a step but the last.
+    After a backward the shards' .grad is the ranks' mean. Parameters that differ in an attribute `kind` are in
+    different shards, each with its `kind`, which an optimizer's groups may need.
+    `syncing` should be False in all backwards of a step but the last, else they send more.
     """
 
     def __init__(self, module, unit_class, group=None):
@@ -66,7 +67,6 @@ class ZeRO1(nn.Module):
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group_src=0, group=group)
         self.units = []
-        self.in_backward = False
         for (submodule, kind, _), params in find_units(module, unit_class):
             unit = Unit(module, params, group)
             unit.shard.kind = kind
@@ -82,7 +82,6 @@ class ZeRO1(nn.Module):
         return self.module(*args, **kwargs)
 
     def _begin_forward(self, *_):
-        self.in_backward = False
         for unit in self.units:
             unit.unshard()
 
@@ -90,29 +89,25 @@ class ZeRO1(nn.Module):
         unit.collect(weight)
         if not self.syncing:
             return
-        if not self.in_backward:
-            self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         unit.pending.discard(weight)
         if not unit.pending:
             self.reducing.finish_reduce()
             self.reducing = unit
             unit.start_reduce()
 
-    @torch.no_grad()
     def _end_backward(self):
-        """Reduce what is left, so that each shard's .grad is the ranks' mean."""
-        self.in_backward = False
+        """Reduce what is left. Weights without a gradient count as zero."""
         for unit in self.units:
-            if unit.pending and unit.shard.grad is not None:
-                unit.start_reduce()  # some weights got no gradient, which counts as zero
+            if unit.unreduced:
+                unit.start_reduce()
             unit.finish_reduce()
-            unit.pending = set(unit.weights)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
-        squares = self.shards[0].new_zeros((), dtype=torch.float64)
+        self._end_backward()
+        squares = self.shards[0].new_zeros(()).double()
         for unit in self.units:
             unit.version = None  # the step will change the shard
             if unit.shard.grad is not None:
@@ -148,7 +143,7 @@ class Unit:
         self.flat_grad = torch.zeros_like(self.flat_param)
         self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
         self.grad_shard = self.flat_grad.chunk(self.world_size)[dist.get_rank(group)]
-        self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32)))
+        self.shard = nn.Parameter(self.own.data.to(torch.promote_types(flat.dtype, torch.float32)))
         self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
         self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
         weight_of = dict(zip(params, self.weights))
@@ -159,6 +154,7 @@ class Unit:
                     submodule.register_buffer(name, weight_of[param])
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
+        self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
         self.version = self.shard._version
 
     def views(self, flat):
@@ -185,11 +181,14 @@ class Unit:
             self.flat_grad.zero_()
             self.shard.grad = self.grad_shard.to(self.shard.dtype)
         # Divided, the ranks' gradients add up to their mean, to which later backwards can add.
+        self.unreduced = True
         self.grad_views[weight].add_(weight.grad, alpha=1 / self.world_size)
         weight.grad = None
 
     def start_reduce(self):
         """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
+        self.pending = set(self.weights)
+        self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
         self.received = torch.empty_like(self.flat_grad if gloo else self.own)
@@ -209,17 +208,16 @@ class Unit:
 
 def find_units(module, unit_class):
     """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
-    users = {}
+    homes = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                users.setdefault(param, []).append(submodule)
+                homes[param] = module if param in homes else submodule
     units = {}
     for param in module.parameters():
         if param.requires_grad:
-            home = users[param][0] if len(users.get(param, ())) == 1 else module
-            kind = getattr(param, "kind", None)
-            units.setdefault((home, kind, param.dtype), []).append(param)
+            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
+            units.setdefault(key, []).append(param)
     return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
 
 

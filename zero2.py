@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
-    gradients     max(w(P/N+E+(2+g)U), mP/N)   m max(w, 4); g 1 over gloo (its receive buffer), else 0
+    gradients     mP/N + w(E+(2+g)U)           m max(w, 4); g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
@@ -24,8 +24,8 @@ Run
     torchrun --nproc_per_node=8 zero2.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameter groups in a unit, nested units, optimizers that are not elementwise, several dtypes, parameters
-    that only some ranks use.
+    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
+    cast or replaced once they are wrapped.
 """
 
 import argparse
@@ -54,7 +54,8 @@ class ZeRO2(nn.Module):
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
     share, form one more. All leave the module: zero.parameters() are this rank's shards, fp32 if the module
     is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().
+    After a backward the shards' .grad is the ranks' mean. Parameters that differ in an attribute `kind` are in
+    different shards, each with its `kind`, which an optimizer's groups may need.
     """
 
     def __init__(self, module, unit_class, group=None):
@@ -83,18 +84,25 @@ class ZeRO2(nn.Module):
             unit.unshard()
 
     def _gradient_landed(self, unit, weight):
-        torch.autograd.Variable._execution_engine.queue_callback(unit.end_backward)
         unit.collect(weight)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         unit.pending.discard(weight)
         if not unit.pending:
             self.reducing.finish_reduce()
             self.reducing = unit
             unit.start_reduce()
 
+    def _end_backward(self):
+        """Reduce what is left. Weights without a gradient count as zero."""
+        for unit in self.units:
+            if unit.unreduced:
+                unit.start_reduce()
+            unit.finish_reduce()
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
-        squares = self.shards[0].new_zeros((), dtype=torch.float64)
+        squares = self.shards[0].new_zeros(()).double()
         for unit in self.units:
             unit.version = None  # the step will change the shard
             if unit.shard.grad is not None:
@@ -129,7 +137,7 @@ class Unit:
         self.flat_param = F.pad(flat, (0, padding))
         self.flat_grad = torch.zeros_like(self.flat_param)
         self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
-        self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32)))
+        self.shard = nn.Parameter(self.own.data.to(torch.promote_types(flat.dtype, torch.float32)))
         self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
         self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
         self.flat_grad.untyped_storage().resize_(0)
@@ -141,6 +149,7 @@ class Unit:
                     submodule.register_buffer(name, weight_of[param])
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
+        self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
         self.version = self.shard._version
 
     def views(self, flat):
@@ -166,12 +175,14 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
+        self.unreduced = True
         self.grad_views[weight].add_(weight.grad)
         weight.grad = None  # freed
 
     def start_reduce(self):
         """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
         self.pending = set(self.weights)
+        self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
         self.received = torch.empty_like(self.flat_grad if gloo else self.own)
@@ -183,33 +194,26 @@ class Unit:
             self.reduce_work.wait()
             self.reduce_work = None
             # Over gloo N rows have been received, else one.
-            total = self.received.view(-1, len(self.own)).sum(0)
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
-            self.shard.grad.add_(total, alpha=1 / self.world_size)  # for we want the ranks' mean
+            for gradient in self.received.view(-1, len(self.own)):
+                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
-
-    def end_backward(self):
-        """Reduce what is left: some weights got no gradient, which counts as zero."""
-        if len(self.pending) < len(self.weights):
-            self.start_reduce()
-        self.finish_reduce()
 
 
 def find_units(module, unit_class):
     """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
-    users = {}
+    homes = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                users.setdefault(param, []).append(submodule)
+                homes[param] = module if param in homes else submodule
     units = {}
     for param in module.parameters():
         if param.requires_grad:
-            home = users[param][0] if len(users.get(param, ())) == 1 else module
-            kind = getattr(param, "kind", None)
-            units.setdefault((home, kind, param.dtype), []).append(param)
+            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
+            units.setdefault(key, []).append(param)
     return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
 
 

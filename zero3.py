@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    mP/N + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
-    gradients     max(w(P/N+E+(2+g)U), mP/N)   g 1 over gloo (its receive buffer), else 0
+    gradients     mP/N + w(E+(2+g)U)           g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
@@ -26,8 +26,9 @@ Run
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameter groups in a unit, nested units, optimizers that are not elementwise, several dtypes, parameters
-    that only some ranks use, sharding frozen ones, prefetch in another order than that of definition.
+    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
+    cast or replaced once they are wrapped, sharding frozen ones, prefetch in another order
+    than that of definition.
 """
 
 import argparse
@@ -57,9 +58,9 @@ class ZeRO3(nn.Module):
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
     share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
     the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().
-    prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward.
-    device: of shards and units (None: where the parameters are).
+    After a backward the shards' .grad is the ranks' mean. Parameters that differ in an attribute `kind` are in
+    different shards, each with its `kind`. prefetch: units gathered ahead. reshard_after_forward: False
+    keeps units whole for their backward. device: of shards and units (None: where the parameters are).
     """
 
     def __init__(self, module, unit_class, prefetch=1, reshard_after_forward=True, device=None, group=None):
@@ -109,7 +110,7 @@ class ZeRO3(nn.Module):
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
         for x in tree_leaves(output):
-            if isinstance(x, torch.Tensor) and x.requires_grad:
+            if getattr(x, "requires_grad", False):
                 x.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
@@ -117,8 +118,8 @@ class ZeRO3(nn.Module):
         self._unshard_from(unit, -1)
 
     def _gradient_landed(self, unit, weight):
-        torch.autograd.Variable._execution_engine.queue_callback(unit.end_backward)
         unit.collect(weight)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         unit.pending.discard(weight)
         if not unit.pending:
             unit.reshard()
@@ -126,13 +127,20 @@ class ZeRO3(nn.Module):
             self.reducing = unit
             unit.start_reduce()
 
+    def _end_backward(self):
+        """Reduce what is left. Weights without a gradient count as zero."""
+        for unit in self.units:
+            if unit.unreduced:
+                unit.start_reduce()
+            unit.finish_reduce()
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
-        squares = self.shards[0].new_zeros((), dtype=torch.float64)
-        for unit in self.units:
-            if unit.shard.grad is not None:
-                squares += unit.shard.grad.square().sum()
+        squares = self.shards[0].new_zeros(()).double()
+        for shard in self.shards:
+            if shard.grad is not None:
+                squares += shard.grad.square().sum()
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
@@ -185,6 +193,7 @@ class Unit:
             submodule.register_buffer(name, weight)
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
+        self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
         self.nothing = ShardedWeight()
         self.reshard()
 
@@ -225,12 +234,14 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
+        self.unreduced = True
         self.grad_views[weight].add_(weight.grad)
         weight.grad = None  # freed
 
     def start_reduce(self):
         """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
         self.pending = set(self.weights)
+        self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
         self.received = torch.empty_like(self.flat_grad if gloo else self.own)
@@ -242,18 +253,12 @@ class Unit:
             self.reduce_work.wait()
             self.reduce_work = None
             # Over gloo N rows have been received, else one.
-            total = self.received.view(-1, len(self.own)).sum(0)
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
-            self.shard.grad.add_(total, alpha=1 / self.world_size)  # for we want the ranks' mean
+            for gradient in self.received.view(-1, len(self.own)):
+                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
-
-    def end_backward(self):
-        """Reduce what is left: some weights got no gradient, which counts as zero."""
-        if len(self.pending) < len(self.weights):
-            self.start_reduce()
-        self.finish_reduce()
 
 
 class ShardedWeight:
@@ -262,17 +267,16 @@ class ShardedWeight:
 
 def find_units(module, unit_class):
     """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
-    users = {}
+    homes = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                users.setdefault(param, []).append(submodule)
+                homes[param] = module if param in homes else submodule
     units = {}
     for param in module.parameters():
         if param.requires_grad:
-            home = users[param][0] if len(users.get(param, ())) == 1 else module
-            kind = getattr(param, "kind", None)
-            units.setdefault((home, kind, param.dtype), []).append(param)
+            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
+            units.setdefault(key, []).append(param)
     return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
 
 
