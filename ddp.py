@@ -23,8 +23,8 @@ Run
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Buckets in the order in which gradients land, compressed gradients, parameters that only some ranks use,
-    or that are moved, cast or replaced once they are wrapped; buffers differ, as a batch norm's averages.
+    Buckets as gradients land, compressed gradients; parameters that only some ranks use, or that are moved,
+    cast or replaced once wrapped; buffers, such as a batch norm's averages, are each rank's own.
 """
 
 import argparse
@@ -128,8 +128,7 @@ class DDP(nn.Module):
         self._end_backward()
         squares = sum(bucket.flat_grad.square().sum(dtype=torch.float64) for bucket in self.buckets)
         norm = squares.sqrt()
-        for bucket in self.buckets:
-            bucket.flat_grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
 
@@ -163,7 +162,7 @@ def fill_buckets(params, cap_mb):
         filling.append(param)
         cap = cap_mb if buckets else min(cap_mb, 1)
         is_full = sum(param.nbytes for param in filling) >= cap * 2**20
-        if is_full or following is None or following.dtype != param.dtype:
+        if is_full or getattr(following, "dtype", None) != param.dtype:
             buckets.append(Bucket(filling))
             filling = []
     return buckets

@@ -25,7 +25,7 @@ Run
 
 Left out
     Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
-    cast or replaced once they are wrapped.
+    cast or replaced once wrapped.
 """
 
 import argparse
@@ -54,8 +54,8 @@ class ZeRO1(nn.Module):
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
     share, form one more. All leave the module: zero.parameters() are this rank's shards, fp32 if the module
     is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    After a backward the shards' .grad is the ranks' mean. Parameters that differ in an attribute `kind` are in
-    different shards, each with its `kind`, which an optimizer's groups may need.
+    After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
+    other shards, each with its `kind`, which an optimizer's groups may need.
     `syncing` should be False in all backwards of a step but the last, else they send more.
     """
 
@@ -87,10 +87,9 @@ class ZeRO1(nn.Module):
 
     def _gradient_landed(self, unit, weight):
         unit.collect(weight)
-        if not self.syncing:
-            return
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        unit.pending.discard(weight)
+        if self.syncing:
+            unit.pending.discard(weight)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if not unit.pending:
             self.reducing.finish_reduce()
             self.reducing = unit

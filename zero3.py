@@ -26,9 +26,8 @@ Run
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
-    cast or replaced once they are wrapped, sharding frozen ones, prefetch in another order
-    than that of definition.
+    Nested units, optimizers that are not elementwise, sharding of what is frozen, prefetch in order of use;
+    parameters that only some ranks use, or that are moved, cast or replaced once wrapped.
 """
 
 import argparse
@@ -58,8 +57,8 @@ class ZeRO3(nn.Module):
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
     share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
     the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    After a backward the shards' .grad is the ranks' mean. Parameters that differ in an attribute `kind` are in
-    different shards, each with its `kind`. prefetch: units gathered ahead. reshard_after_forward: False
+    After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
+    other shards, each with its `kind`. prefetch: units gathered ahead. reshard_after_forward: False
     keeps units whole for their backward. device: of shards and units (None: where the parameters are).
     """
 
@@ -119,8 +118,8 @@ class ZeRO3(nn.Module):
 
     def _gradient_landed(self, unit, weight):
         unit.collect(weight)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         unit.pending.discard(weight)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if not unit.pending:
             unit.reshard()
             self.reducing.finish_reduce()
