@@ -250,22 +250,6 @@ def check_offload(name):
         assert found == (device, values["host"]), "other bytes"
 
 
-BAD = {
-    "": "--params", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
-    "--size toy --layers 0": "--layers", "--size toy --heads 5": "--h",
-    "--layers 2": "--heads --hidden --seq --vocab", "--params 1b --gpus 0": "--gpus 0: must be 1 or more",
-    "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --recompute full": "--recompute", "7b": "7b",
-    "--size toy --cp 3": "--cp 3", "--params 1b --json /no/file": "/no/file", "--params inf": "--params",
-    "--params 7b --experts 8": "--experts", "--size toy --top-k 0": "--top-k 0",
-}  # fmt: skip
-
-
-def test_bad_input_ends_in_one_line_and_exit_code_2():
-    for flags, named in BAD.items():
-        out, lines, code = printed(flags)
-        assert (out, code, len(lines)) == ("", 2, 1) and named in lines[0], (flags, code, lines)
-
-
 def test_json_is_the_table_in_bytes(tmp_path):
     flags = "--size gpt2 --gpus 4 --recompute all --json"
     command = [sys.executable, "plan.py", *flags.split(), tmp_path / "plan"]
