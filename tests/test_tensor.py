@@ -24,11 +24,9 @@ def wrap(lesson, module, plan):
 
 def own(x, dim, parts=1):
     """This rank's 1/N of each of the parts of a tensor along a dim."""
-    rank, size, length = dist.get_rank(), dist.get_world_size(), x.shape[dim] // parts
-    pieces = [
-        part[rank * length // size : (rank + 1) * length // size] for part in x.movedim(dim, 0).chunk(parts)
-    ]
-    return torch.cat(pieces).movedim(0, dim)
+    length, size = x.shape[dim] // parts, dist.get_world_size()
+    first, end = (rank * length // size for rank in (dist.get_rank(), dist.get_rank() + 1))
+    return torch.cat([part.narrow(dim, first, end - first) for part in x.chunk(parts, dim)], dim)
 
 
 def between(lesson, x):
@@ -220,7 +218,7 @@ check_late = partial(check_net, size=2, late=True)
 MUTANTS = [
     ("F.linear(x, linear.weight)", "F.linear(x, linear.weight, linear.bias)", check_layers, "row: not"),
     ("of_target * inside", "of_target", check_layers, "the loss overflows"),
-    ("vocab // dist.get_world_size()\n    ins", "logits.shape[-1]\n    ins", check_layers, "the loss overflows"),
+    ("vocab // dist.get_world_size()\n    ins", "logits.shape[-1]\n    ins", check_layers, "loss overflows"),
     ("elsewhere &= (tokens >= 0)", "elsewhere &= True", check_layers, "of token -1 of 13 is found nothing"),
     ("& (tokens < vocab)  #", " #", check_layers, "of token 13 of 13 is found nothing"),
     ("dist.all_reduce(largest, dist.ReduceOp.MAX)", "largest.zero_()", check_layers, "the loss overflows"),
