@@ -27,7 +27,6 @@ Left out
 """
 
 import argparse
-import math
 import os
 import sys
 import time
