@@ -4,7 +4,8 @@ Idea
     A mixture of experts has X MLPs in place of one; a router sends each token to the t most probable, and
     their outputs, weighted by probability, are added up (arXiv 1701.06538): X times the parameters, t times
     the FLOPs. Each of e ranks has X/e of the experts; all-to-alls take tokens there and back (GShard, arXiv
-    2006.16668). A loss (Switch, 2101.03961) over all ranks' tokens (2501.11873) keeps experts equally busy.
+    2006.16668). A loss (Switch, 2101.03961) over all ranks' tokens (2501.11873) keeps experts equally busy;
+    or, with --balance bias, a bias that is added to probabilities for the choice alone (2408.15664).
 
 Memory (bytes; D parameters outside experts, F in this rank's experts, M = (L+1)//2 mixtures of X experts)
     parameters    (w+c)(D+F)                w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master in bf16: 4
@@ -61,6 +62,7 @@ class MoE(nn.Module):
         self.group = group
         self.capacity_factor = capacity_factor
         self.router = nn.Linear(width, experts, bias=False)
+        self.register_buffer("bias", torch.zeros(experts))
         self.experts = nn.ModuleDict()  # this rank's
         for i in range(experts):
             # Every rank draws the weights of all, so that they do not depend on the world size.
@@ -72,7 +74,8 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)  # (T, D)
         wide = torch.promote_types(x.dtype, torch.float32)
         probs = self.router(tokens).softmax(-1, dtype=wide)  # (T, X)
-        gates, chosen = probs.topk(self.top_k)  # (T, top_k) each
+        _, chosen = (probs + self.bias).topk(self.top_k)  # (T, top_k)
+        gates = probs.gather(-1, chosen)  # without the bias
         if self.top_k > 1:  # a lone gate must stay the probability, or the router gets no gradient
             gates = gates / gates.sum(-1, keepdim=True)
         chosen = chosen.flatten()  # choice j of token i is at i * top_k + j
@@ -105,6 +108,13 @@ class MoE(nn.Module):
         all_gather(counts.flatten(), own_counts)
         self.load = counts.sum(0)
         return counts.cpu()
+
+    def _apply(self, function, recurse=True):
+        """Of to() and the like, which take the bias for integers: it stays fp32, where small steps add up."""
+        self.bias = self.bias.view(torch.int32)
+        super()._apply(function, recurse)
+        self.bias = self.bias.view(torch.float32)
+        return self
 
     def fit(self, counts):
         """How many of the counts (N, X) find a place: first come, first served, in the order of tokens."""
@@ -155,6 +165,7 @@ def mix_experts(model, config, group):
     for block in model.blocks[::2]:
         hidden, width = block.up.weight.shape
         del block.up, block.down
+        block.up = block.down = torch.zeros_like
         block.moe = MoE(width, hidden, config.experts, config.top_k, group, config.capacity_factor)
         block.forward = partial(forward_with_experts, block)
         mixtures.append(block.moe)
@@ -162,19 +173,15 @@ def mix_experts(model, config, group):
 
 
 def forward_with_experts(block, x):
-    """Block.forward() with the mixture in place of the MLP."""
-    qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1))  # (B, T, 3, H, D/H)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + block.proj(attended.transpose(1, 2).flatten(2))
+    """Block.forward(), whose MLP adds nothing now, and the mixture."""
+    x = Block.forward(block, x)
     return x + block.moe(block.norm2(x))
 
 
 def train(config):
     """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
     device, text, group, same_experts = set_up_groups(config)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[config.dtype]
     model = GPT(config)
     mixtures = mix_experts(model, config, group)
@@ -184,24 +191,32 @@ def train(config):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device)  # the same for any world size, cut below
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
-        loss = 0
+        loss = loads = 0
         for batch in batches:
             inputs, targets = (tokens.chunk(world_size)[rank] for tokens in batch)
             microloss = mean_loss(functional_call(model, weights, inputs), targets)
             loss += microloss.detach() / config.accum
-            for moe in mixtures:
-                microloss += config.balance * moe.balance_loss
+            microloss += config.weight * sum(moe.balance_loss for moe in mixtures)
             (microloss / config.accum).backward()
+            loads += torch.stack([moe.load for moe in mixtures])  # (M, X)
         grad_norm = average_gradients(model, group, same_experts, config.clip)
         optimizer.step()
+        for moe, load in zip(mixtures, loads):
+            moe.bias += config.rate * (load.double().mean() - load).sign()
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
     if rank == 0:
-        for moe in mixtures:
-            print(f"tokens per expert {moe.load.tolist()} | dropped {moe.dropped:.1%}")
+        print_loads(mixtures, loads)
     if config.save:
         save(model.to("cpu", dtype), config.save)
+
+
+def print_loads(mixtures, loads):
+    """Print a step's loads (M, X) and MaxVio: the largest over the mean, less 1 (arXiv 2408.15664)."""
+    for moe, load in zip(mixtures, loads.tolist()):
+        max_vio = max(load) / np.mean(load) - 1
+        print(f"tokens per expert {load} | MaxVio {max_vio:.2f} | dropped {moe.dropped:.1%}")
 
 
 def average_gradients(model, group, same_experts, max_norm):
@@ -235,6 +250,8 @@ def set_up_groups(config):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     shared = math.gcd(world_size, config.experts)
     config.ep = config.ep or shared
+    config.rate = 0.005 if config.balance == "bias" else 0  # of a step; the paper's 0.001 is for longer runs
+    config.weight = 0 if config.rate else config.balance
     if shared % config.ep:
         refuse(f"--ep {config.ep}: must divide the {world_size} ranks and --experts {config.experts}")
     if config.top_k > config.experts:
@@ -244,6 +261,13 @@ def set_up_groups(config):
     same_experts, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
     group, _ = dist.new_subgroups(config.ep)
     return device, text, group, same_experts
+
+
+def bias_or_weight(text):
+    """A value of --balance."""
+    if text == "bias":
+        return text
+    return float(text)
 
 
 def parse(arguments=None):
@@ -263,7 +287,7 @@ def parse(arguments=None):
         help="an expert's places over the mean need, at least 4 (inf: any)",
     )
     own.add_argument(
-        "--balance", type=float, default=0.01, help="weight of the load-balance loss (0: leave it out)"
+        "--balance", type=bias_or_weight, default=0.01, help="weight of the load-balance loss, or bias"
     )
     return read_flags(arguments, own, capacity_factor=(0, math.inf), balance=(0, 1e9))
 
