@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from test_all import check_ledger, check_parity
 from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, train, world
@@ -39,9 +38,7 @@ def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
     plan, flags = load("plan"), f"--layers 4 --heads 8 --width 48 --batch 16 --accum 2 --tp {tp} --pp {pp}"
     result, weights = train("parallel_3d", 8, f"{TINY} {flags} --vocab 257", watched=True)
     shape, dp = plan.Shape(4, 8, 48, 16, 257), 8 // tp // pp
-    params = []
-    for i in range(pp):
-        params.append(plan.parameters((4 + i) // pp, 48, 257, 16, tp, i == 0, i == pp - 1))
+    params = [plan.parameters((4 + i) // pp, 48, 257, 16, tp, i == 0, i == pp - 1) for i in range(pp)]
     held = plan.states(0, max(params), 1, "fp32")
     sent = {key: row["wire"] for key, row in result["sent"].items()}
     for key in ("parameters", "optimizer"):
@@ -57,26 +54,19 @@ def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
 
 
 @on_ranks(3)
-def check_vocabulary(name):
-    """The loss of large logits in 16 bits is torch's; a token that no rank has is an error."""
+def check_rare(name):
+    """Large losses in 16 bits are torch's, no rank's tokens are errors, missing gradients do no harm."""
     lesson, rank = load(name), dist.get_rank()
     mesh = lesson.Mesh(np.arange(3).reshape(1, 1, 3))
+    torch.manual_seed(0)
     logits, targets = 100 * torch.randn(2, 5, 13).bfloat16(), torch.randint(13, (2, 5))
-    dist.broadcast(logits, 0)
-    dist.broadcast(targets, 0)
     loss = lesson.parallel_loss(mesh, logits[..., rank::3], targets)
     assert apart(loss, lesson.mean_loss(logits, targets)) < 1e-4, "not torch's loss"
     for token in rank - 3, rank + 15:
         look_up = partial(lesson.vocab_parallel, torch.nn.Embedding(5, 4), mesh, torch.tensor([token]))
         assert "out of range" in error_of(look_up), f"something is found for token {token}"
-
-
-@on_ranks(2)
-def check_unused(name, pp=2):
-    """Parameters that get no gradient do no harm."""
-    lesson = load(name)
-    lesson.Block.forward = lambda block, x: x + block.down(F.gelu(block.up(block.norm2(x))))
-    config = lesson.parse(f"{TINY} --tp 1 --pp {pp} --accum 3 --dtype bf16".split())
+    lesson.Block.forward = lambda block, x: x + block.down(block.up(block.norm2(x)))
+    config = lesson.parse(f"{TINY} --tp 1 --pp 3 --accum 3 --dtype bf16".split())
     assert error_of(partial(lesson.train, config)) == "nothing", "gradients are missed"
 
 
@@ -129,9 +119,7 @@ def test_tensor_ranks_are_neighbours_and_stages_farthest_apart():
     assert ties == [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]]
 
 
-test_each_promise_is_kept = holds("parallel_3d", check_overlap, check_vocabulary, check_unused)
-deep = partial(check_mesh, pp=4)
-sharded = partial(check_mesh, zero=1)
+test_each_promise_is_kept = holds("parallel_3d", check_overlap, check_rare)
 norm = partial(check_mesh, flags="--accum 2 --steps 1")
 MUTANTS = [
     ("dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)", "pass", norm, "norms differ"),
@@ -145,15 +133,12 @@ MUTANTS = [
     ("/ n_microbatches", "", norm, "losses differ"),
     ("self.grad /= self.mesh.dp", "pass", norm, "norms differ"),
     ("torch.detach, mesh.tp_sum)", "torch.detach, torch.detach)", norm, "norms differ"),
-    ("self.mesh.dp_rank % self.n_shards", "0", sharded, "differ"),
-    ("    found *= own\n", "", norm, "losses differ"),
-    ("    found *= own.unsqueeze(-1)\n", "", norm, "losses differ"),
-    (".double()", "", check_vocabulary, "not torch's loss"),
-    (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_vocabulary, "not torch's loss"),
-    ("        head.forward = partial(column_parallel, head, mesh)\n", "", norm, "norms differ"),
-    ("            self.launch()\n        self.work", "            pass\n        self.work", check_unused, "missed"),
+    ("self.mesh.dp_rank % self.n_shards", "0", partial(check_mesh, zero=1), "differ"),
+    (".double()", "", check_rare, "not torch's loss"),
+    (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_rare, "not torch's loss"),
+    ("if self.pending > 0:", "if False:", check_rare, "gradients are missed"),
     ("if self.pending == 0:", "if self.pending <= 0:", check_overlap, "before they are whole"),
     ("self.flat_grad.zero_()", "pass", check_mesh, "differ"),
-    ("(len(model.blocks) + stage) //", "len(model.blocks) //", deep, "differ"),
+    ("(len(model.blocks) + stage) //", "len(model.blocks) //", partial(check_mesh, pp=4), "differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "parallel_3d")
