@@ -64,64 +64,64 @@ def shard_sequence(x, dim, order="zigzag", group=None):
     return torch.cat(own, dim)
 
 
-def ring_attention(q, k, v, group=None, order="zigzag", is_causal=True):
-    """Causal attention of q (B, H, T/N, D/H) to all ranks' k and v (B, G, T/N, D/H), where G divides H."""
-    return RingAttention.apply(q, k, v, group, order)
+def ring_attention(q, k, v, *, is_causal=False, group=None, order="zigzag"):
+    """Attention of q (B, H, T/N, D/H) to all ranks' k and v (B, G, T/N, D/H), where G divides H."""
+    return RingAttention.apply(q, k, v, group, order, is_causal)
 
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, group, order):
+    def forward(ctx, q, k, v, group, order, is_causal):
         wide = torch.promote_types(q.dtype, torch.float32)  # blocks are merged in fp32 at least
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full_like(out[..., :1], -math.inf)  # log-sum-exp of the scores so far
         own_kv = torch.stack((k, v))
+        ctx.mask = q.shape[2], group, order, is_causal
         for i, kv in enumerate(travel(own_kv, group)):
-            for rows, columns in visible(i, q.shape[2], group, order):
-                causal = i == 0
-                block, block_lse = attend(q[rows], *kv[columns], causal)
+            for rows, columns in visible(i, *ctx.mask):
+                block, block_lse = attend(q[rows], *kv[columns], is_causal and i == 0)
                 merge(out[rows], lse[rows], block, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group = group
-        ctx.order = order
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
+        _, group, _, is_causal = ctx.mask
         own_kv = torch.stack((k, v))
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         passed = torch.zeros_like(own_kv)  # kv's gradients of ranks before, which come one step after kv
         works = []
-        for i, kv in enumerate(travel(own_kv, ctx.group)):
+        for i, kv in enumerate(travel(own_kv, group)):
             grad_kv = torch.zeros_like(kv)
-            for rows, columns in visible(i, q.shape[2], ctx.group, ctx.order):
-                causal = i == 0
-                of_rows = grad[rows], out[rows], lse[rows]
-                block_q, *block_kv = attend_backward(*of_rows, q[rows], *kv[columns], causal)
+            for rows, columns in visible(i, *ctx.mask):
+                of_rows = grad[rows], out[rows], lse[rows], q[rows]
+                block_q, *block_kv = attend_backward(*of_rows, *kv[columns], is_causal and i == 0)
                 grad_q[rows] += block_q
                 grad_kv[columns] += torch.stack(block_kv)
             for work in works:
                 work.wait()  # for the gradients from the ranks that had this kv before
             grad_kv += passed
-            passed, works = pass_on(grad_kv, ctx.group)
+            passed, works = pass_on(grad_kv, group)
         for work in works:
             work.wait()
-        return grad_q.to(q.dtype), *passed, None, None
+        return grad_q.to(q.dtype), *passed, None, None, None
 
 
-def visible(i, length, group, order):
+def visible(i, length, group, order, is_causal):
     """Which of this rank's queries see which of rank - i's keys: [(index of rows, of columns)], or []."""
     everything = np.s_[..., :, :]
-    early_chunk = np.s_[..., : length // 2, :]
-    late_chunk = np.s_[..., length // 2 :, :]
+    half = length // 2
+    early_chunk = np.s_[..., :half, :]
+    late_chunk = np.s_[..., half:, :]
+    if not is_causal:
+        return [(everything, everything)]
     earlier = i <= dist.get_rank(group)
     if order == "zigzag" and i > 0:
-        # Of their chunks only the early one precedes ours, or of ours only the late one follows theirs.
         if earlier:
-            return [(everything, early_chunk)]
-        return [(late_chunk, everything)]
+            return [(everything, early_chunk)]  # their late one follows all of ours
+        return [(late_chunk, everything)]  # our early one precedes all of theirs
     if earlier:
         return [(everything, everything)]
     return []
@@ -189,14 +189,14 @@ def merge(out, lse, block, block_lse):
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-def ulysses_attention(q, k, v, group=None, is_causal=True):
+def ulysses_attention(q, k, v, *, is_causal=False, group=None):
     """Like ring_attention(), but for tokens in contiguous order, and N divides H and G."""
     if k.shape[1] % dist.get_world_size(group):
         raise ValueError(f"{k.shape[1]} key heads: must be a multiple of the ranks")
     q = AllToAll.apply(q, 1, 2, group)  # (B, H/N, T, D/H)
     k = AllToAll.apply(k, 1, 2, group)
     v = AllToAll.apply(v, 1, 2, group)
-    out = attention_of_one(q, k, v, is_causal=True, enable_gqa=True)
+    out = attention_of_one(q, k, v, is_causal=is_causal, enable_gqa=True)
     return AllToAll.apply(out, 2, 1, group)  # (B, H, T/N, D/H)
 
 
@@ -237,9 +237,9 @@ def train(config):
         for inputs, targets in batches:
             with mock.patch.object(F, "scaled_dot_product_attention", attention):  # in all blocks
                 microloss = mean_loss(functional_call(model, weights, own(inputs, 1)), own(targets, 1))
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            (microloss / config.accum).backward()
-            loss += microloss.detach() / config.accum
+            microloss = microloss / config.accum  # as gradients of microbatches add up
+            microloss.backward()
+            loss += microloss.detach()
         grad_norm = average_gradients(model, config.clip)
         optimizer.step()
         model.zero_grad()

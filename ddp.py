@@ -23,7 +23,8 @@ Run
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Buckets in the order in which gradients land, compressed gradients, parameters that only some ranks use.
+    Buckets as gradients land, compressed gradients; parameters that only some ranks use, or that are moved,
+    cast or replaced once wrapped; buffers, such as a batch norm's averages, are each rank's own.
 """
 
 import argparse
@@ -51,8 +52,8 @@ class DDP(nn.Module):
             param.grad /= dist.get_world_size()
 
     Here they travel during backward, several parameters' at once. All ranks start with rank 0's weights.
-    A step: backwards, all but the last in no_sync(); clip_grad_norm_(), after which every .grad is the mean
-    over ranks; optimizer.step(). Parameters that got no gradient get zeros.
+    After a backward every .grad is the mean over ranks; parameters that got no gradient get zeros. All
+    backwards of a step but the last belong in no_sync(), else they send more. clip_grad_norm_() is optional.
     bucket_cap_mb: MiB in an all-reduce (None: a fifth of all, at most 25). overlap: False waits for backward.
     """
 
@@ -63,6 +64,7 @@ class DDP(nn.Module):
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.syncing = True
+        self.unreduced = False  # whether gradients have landed that are no mean
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group_src=0, group=group)
         params = [param for param in module.parameters() if param.requires_grad]
@@ -81,14 +83,19 @@ class DDP(nn.Module):
     def no_sync(self):
         """Within it, backward only adds to this rank's own gradients."""
         self.syncing = False
-        yield
-        self.syncing = True
+        try:
+            yield
+        finally:
+            self.syncing = True
 
     def _gradient_landed(self, bucket, param):
-        assert param in bucket.pending, "all backwards of a step but the last belong in no_sync()"
         bucket.land(param)
+        self.unreduced = True
         if self.syncing:
-            bucket.pending.discard(param)
+            if param not in bucket.pending:
+                raise RuntimeError("a gradient landed twice: a backward failed, or checkpoint() is reentrant")
+            bucket.pending.remove(param)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         # All ranks must launch buckets in the same order, or they would add up different ones.
         while self.overlap and self.to_launch and not self.to_launch[0].pending:
             self._launch()
@@ -101,19 +108,26 @@ class DDP(nn.Module):
         bucket.work = dist.all_reduce(bucket.flat_grad, group=self.group, async_op=True)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Make each .grad the ranks' mean, scaled to a norm of max_norm at most. Returns the norm."""
+    def _end_backward(self):
+        """Launch what is left, and make each .grad the ranks' mean, if that is not done."""
+        if not self.unreduced:
+            return
+        self.unreduced = False
         while self.to_launch:
             self._launch()
         self.to_launch = deque(self.buckets)
-        squares = 0
         for bucket in self.buckets:
             bucket.work.wait()
             bucket.pending = set(bucket.params)
-            squares += bucket.flat_grad.square().sum(dtype=torch.float64)
-        norm = squares.sqrt() / self.world_size  # ranks' gradients were added up, and we want their mean
-        for bucket in self.buckets:
-            bucket.flat_grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1) / self.world_size)
+            bucket.flat_grad.div_(self.world_size)  # ranks' gradients were added up, and we want their mean
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm):
+        """Scale the gradients to a norm of max_norm at most. Returns the norm."""
+        self._end_backward()
+        squares = sum(bucket.flat_grad.square().sum(dtype=torch.float64) for bucket in self.buckets)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
 
@@ -143,14 +157,13 @@ def fill_buckets(params, cap_mb):
     """Buckets of cap_mb MiB and at most one parameter more. The first has 1 MiB, so that it leaves early."""
     buckets = []
     filling = []
-    for param in params:
+    for param, following in zip(params, [*params[1:], None]):
         filling.append(param)
         cap = cap_mb if buckets else min(cap_mb, 1)
-        if sum(param.nbytes for param in filling) >= cap * 2**20:
+        is_full = sum(param.nbytes for param in filling) >= cap * 2**20
+        if is_full or getattr(following, "dtype", None) != param.dtype:
             buckets.append(Bucket(filling))
             filling = []
-    if filling:
-        buckets.append(Bucket(filling))
     return buckets
 
 

@@ -90,15 +90,18 @@ class Offload:
 
     def step(self, max_norm):
         """Step with gradients clipped to a norm of max_norm at most. Returns the norm of before."""
-        self.sent.result()
-        square = sum(unit.square for unit in self.units)
+        square = 0
+        for i, unit in enumerate(self.units):
+            if not unit.landed:
+                raise RuntimeError(f"unit {i} (0: the root) has weights without gradient: all must have one")
+            square += unit.landed.result()
         norm = torch.full((), square, dtype=torch.float64, device=self.device)
         dist.all_reduce(norm)
         norm.sqrt_()
-        scale = min(1, max_norm / (norm.item() + 1e-6))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1).item()
         for unit in self.units:
             unit.stepped = self.down.submit(unit.step, scale)
-            unit.fetched = None  # these weights are old
+            unit.landed = unit.fetched = None  # these weights are old
         return norm
 
     def full_state_dict(self):
@@ -110,9 +113,7 @@ class Offload:
         return self.module.state_dict()
 
 
-class Unit:
-    """Weights: on the device a flat vector, on the host 1/N of it; keep, land, step run there, in `down`."""
-
+class Unit:  # weights: on the device a flat vector, on the host 1/N; keep, land, step run there, in `down`
     def __init__(self, offload, weights):
         self.offload = offload
         self.weights = weights
@@ -123,6 +124,7 @@ class Unit:
         self.stepped = offload.down.submit(self.keep)
         self.stepped.result()
         self.drop()
+        self.landed = None  # where the square of its gradients' norm will be
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self.collect)
 
@@ -154,6 +156,7 @@ class Unit:
 
     def collect(self, _):
         if any(weight.grad is None for weight in self.weights):
+            self.landed = None
             return  # and wait for the other gradients
         offload = self.offload
         offload.sent.result()  # one unit's gradients at a time are on their way
@@ -167,7 +170,7 @@ class Unit:
         received = torch.empty_like(flat)
         start = partial(dist.all_to_all_single, received, flat, async_op=True)  # with a sum a reduce-scatter
         work = offload.up.submit(start)  # whose collectives have one order, the same on all ranks
-        offload.sent = offload.down.submit(self.land, flat, received, work)
+        self.landed = offload.sent = offload.down.submit(self.land, flat, received, work)
 
     def land(self, flat, received, work):
         work.result().wait()
@@ -177,7 +180,7 @@ class Unit:
         for tensor in flat, received:
             tensor.untyped_storage().resize_(0)  # a thread may hold the tensor a little longer
         self.master.grad += self.landing
-        self.square = self.master.grad.norm().item() ** 2  # so far
+        return self.master.grad.norm().item() ** 2  # so far
 
     def step(self, scale):
         self.master.grad *= scale
@@ -186,9 +189,7 @@ class Unit:
         self.shard.copy_(self.master.data)  # in bf16; else they are the same memory
 
 
-class Lane:
-    """A thread, and on a GPU a stream, for one job after another; copies 10^9 gbps bits a second at most."""
-
+class Lane:  # a thread, and on a GPU a stream, for a job at a time; it copies 10^9 gbps bits a second at most
     def __init__(self, name, device, gbps):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1, name, torch.cuda.set_stream, (self.stream,))  # None: no change
@@ -205,9 +206,7 @@ class Lane:
         time.sleep(max(0, ends - time.perf_counter()))
 
 
-class PlayedDevice(TorchDispatchMode):
-    """On a CPU: what this thread makes is in the device's memory. It reads floats from nowhere else."""
-
+class PlayedDevice(TorchDispatchMode):  # by a CPU: it holds what this thread makes, and reads no other floats
     def __init__(self, megabytes):
         super().__init__()
         self.megabytes = megabytes

@@ -100,28 +100,55 @@ def row_parallel(linear, mesh, x):  # (B, T, F/t) -> (B, T, D); the bias counts 
     return Pair.apply(F.linear(x, linear.weight), mesh.tp_sum, torch.detach) + linear.bias
 
 
-SPLITS = {  # (forward, dim of the weight that is split, matrices side by side in it)
-    "qkv": (column_parallel, 0, 3),
-    "proj": (row_parallel, 1, 1),
-    "up": (column_parallel, 0, 1),
-    "down": (row_parallel, 1, 1),
+def vocab_parallel(embedding, mesh, tokens):  # (B, T) -> (B, T, D); row i is rank i % t's
+    own = tokens % mesh.tp == mesh.tp_rank
+    found = F.embedding(tokens // mesh.tp * own, embedding.weight)
+    found *= own.unsqueeze(-1)
+    return Pair.apply(found, mesh.tp_sum, torch.detach)
+
+
+def parallel_loss(mesh, logits, targets):
+    """Mean cross-entropy, in fp64, of this rank's logits (B, T, V/t) and targets (B, T)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.unsqueeze(-1)
+    own = targets % mesh.tp == mesh.tp_rank
+    found = logits.gather(-1, targets // mesh.tp * own)
+    found *= own
+    of_target = Pair.apply(found, mesh.tp_sum, torch.detach)
+    shift = of_target.detach()  # a token's loss is the logarithm of a sum of exp(logit - shift)
+    total = logits.logsumexp(-1, True) - shift
+    total = Pair.apply(total.double().exp(), mesh.tp_sum, torch.detach)
+    return (total.log() + shift - of_target).mean()
+
+
+SPLITS = {  # (forward, dim of the weight that is split)
+    "tokens": (vocab_parallel, 0),
+    "qkv": (column_parallel, 0),
+    "proj": (row_parallel, 1),
+    "up": (column_parallel, 0),
+    "down": (row_parallel, 1),
 }
 
 
 def split_tensors(model, mesh):
-    """Keep 1/t of the layers in SPLITS. Split parameters record how in .parts."""
+    """Deal out the layers in SPLITS: tokens one by one, features D/t by D/t. In .part is what stays here."""
+    size = model.tokens.embedding_dim // mesh.tp
     for block in model.blocks:
         block.heads //= mesh.tp
-        for name, (forward, dim, parts) in SPLITS.items():
-            layer = getattr(block, name)
+    for name, layer in model.named_modules():
+        name = name.split(".")[-1]
+        if name in SPLITS:
+            forward, dim = SPLITS[name]
             layer.forward = partial(forward, layer, mesh)
             for param in layer.parameters():
                 if dim < param.dim():  # a row-parallel layer's bias stays whole
-                    param.parts = dim, parts
-                    shards = param.detach().unflatten(dim, (parts, mesh.tp, -1))
-                    own = shards.select(dim + 1, mesh.tp_rank)
-                    own = own.flatten(dim, dim + 1)
-                    param.data = own.contiguous()
+                    units = np.arange(param.shape[dim])
+                    if name != "tokens":
+                        units //= size
+                    own = np.flatnonzero(units % mesh.tp == mesh.tp_rank)
+                    part = (..., own) if dim else own
+                    param.part = param.shape, part
+                    param.data = param.detach()[part]
 
 
 def stage_of(model, mesh):
@@ -135,6 +162,7 @@ def stage_of(model, mesh):
     if mesh.is_last:
         head = nn.Linear(1, 1, bias=False)
         head.weight = model.tokens.weight
+        head.forward = partial(column_parallel, head, mesh)
         layers += [model.norm, head]
     return nn.Sequential(*layers)
 
@@ -150,7 +178,6 @@ class Bucket:
         self.mesh = mesh
         self.n_shards = mesh.dp if zero else 1
         self.size = len(params)
-        self.pending = 0  # gradients, in the last backward of a step
         flat = nn.utils.parameters_to_vector(params).detach()
         self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))
         self.flat_grad = torch.zeros_like(self.flat_param)
@@ -161,7 +188,7 @@ class Bucket:
         nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
         wide = torch.promote_types(flat.dtype, torch.float32)
         self.shard = nn.Parameter(self.own(self.flat_param).to(wide))  # in bf16 a copy
-        counts_here = hasattr(params[0], "parts") or mesh.tp_rank == 0
+        counts_here = hasattr(params[0], "part") or mesh.tp_rank == 0
         self.counts = counts_here and (zero or mesh.dp_rank == 0)  # in the norm, which counts each once
 
     def own(self, flat):
@@ -184,6 +211,8 @@ class Bucket:
             self.work = collective(self.grad, self.flat_grad, **options)
 
     def finish(self):
+        if self.pending > 0:  # tied, or a parameter got no gradient, which counts as zero
+            self.launch()
         self.work.wait()
         if len(self.grad) > len(self.shard):  # over gloo; NCCL has added up
             self.grad = self.grad.view(self.n_shards, -1).sum(0)
@@ -213,7 +242,7 @@ class Parallel3D:
         groups = {}
         for name, param in self.stage.named_parameters():
             layer = name.split(".")[0]
-            groups.setdefault((layer, hasattr(param, "parts")), []).append(param)
+            groups.setdefault((layer, hasattr(param, "part")), []).append(param)
         self.buckets = [Bucket(params, mesh, zero) for params in groups.values()]
         self.shards = [bucket.shard for bucket in self.buckets]
         self.tied = mesh.tie_group and self.buckets[0 if mesh.is_first else -1]
@@ -231,9 +260,8 @@ class Parallel3D:
         for turn in range(last_turn + 1):
             if turn < len(batches):
                 alive.append(self._forward(*batches[turn], len(batches)))
-            if turn == last_turn:
-                for bucket in self.buckets:
-                    bucket.pending = 0 if bucket is self.tied else bucket.size
+            for bucket in self.buckets:  # that wait for gradients, the tied one also for clip_grad_norm_()
+                bucket.pending = bucket.size + (bucket is self.tied) if turn == last_turn else 0
             if turn >= warmup:
                 self._backward(*alive.pop(0))
         for work in self.sends:
@@ -250,7 +278,7 @@ class Parallel3D:
             x.requires_grad_()
         output = self.stage(x)
         if mesh.is_last:
-            output = mean_loss(output, targets) / n_microbatches  # as gradients add up over microbatches
+            output = parallel_loss(mesh, output, targets) / n_microbatches  # whose gradients add up
             self.loss += output.detach()
         else:
             send = dist.isend(output.detach(), group=mesh.output_group, group_dst=mesh.pp_rank + 1)
@@ -273,7 +301,6 @@ class Parallel3D:
         """Finish the gradients' sums and clip those of the shards to max_norm. Returns the norm before."""
         if self.tied:  # both copies of the embedding, then all replicas; only then is the norm known
             dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)
-            self.tied.launch()
         squares = torch.zeros_like(self.loss)
         for bucket in self.buckets:
             bucket.finish()
@@ -288,17 +315,13 @@ class Parallel3D:
         """The plain model's state_dict, on every rank's host."""
         own = {}
         for name, param in self.params.items():
-            own[name] = param.data.clone().cpu(), getattr(param, "parts", None)
+            own[name] = param.data.clone().cpu(), getattr(param, "part", (param.shape, ...))
         states = [None] * dist.get_world_size()
         dist.all_gather_object(states, own, group=dist.new_group(backend="gloo"))
         whole = {}
-        for ranks in self.mesh.ranks[:, 0]:  # of the first replica
-            for name, (tensor, parts) in states[ranks[0]].items():
-                if parts:
-                    dim, n_parts = parts
-                    shards = [states[rank][name][0].unflatten(dim, (n_parts, -1)) for rank in ranks]
-                    tensor = torch.cat(shards, dim + 1).flatten(dim, dim + 1)
-                whole[name] = tensor
+        for state in states:
+            for name, (tensor, (shape, part)) in state.items():
+                whole.setdefault(name, tensor.new_empty(shape))[part] = tensor
         return whole
 
 

@@ -211,7 +211,8 @@ def replicas(job):
 
 
 def divisors(number):
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def meshes(job):
@@ -364,10 +365,13 @@ def find_problems(job):
     shape = job.shape
     names = " ".join(f"--{name}" for name, value in shape._asdict().items() if value is None)
     for name, value in (vars(job) | shape._asdict()).items():
-        if type(value) is int and not 1 <= value <= 10**15:
-            yield f"--{name.replace('_', '-')} {value}: must be 1 or more, and at most 10^15"
-    if not job.gpu_gb > 0:
-        yield f"--gpu-gb {job.gpu_gb}: must be more than 0"
+        power = 6 if name in ("gpus", "micro_batch") else 15  # each divisor of these two is tried
+        if type(value) is int and not 1 <= value <= 10**power:
+            yield f"--{name.replace('_', '-')} {value}: must be 1 or more, and at most 10^{power}"
+    if not 0 < job.gpu_gb < math.inf:
+        yield f"--gpu-gb {job.gpu_gb}: must be more than 0, and finite"
+    if job.experts > 1 and job.top_k > job.experts:
+        yield f"--top-k {job.top_k}: must be at most --experts {job.experts}"
     if any(shape) and names:
         yield f"{names}: missing beside the rest of the shape; or take a --size"
     elif names and not NEED_NO_SHAPE.items() <= vars(job).items():

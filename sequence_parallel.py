@@ -22,7 +22,7 @@ Costs (bytes that a rank of a ring sends in a step of k microbatches)
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py
-    torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 32 --vocab 50304 --dtype bf16
+    torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 32 --dtype bf16
 
 Left out
     What tensor_parallel.py leaves out; outside the split layers only what works token by token will do.
@@ -116,20 +116,22 @@ def row_parallel(linear, x):
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows: tokens (B, T) -> (B, T/N, D)."""
-    own = tokens - dist.get_rank() * len(embedding.weight)
-    inside = (own >= 0) & (own < len(embedding.weight))
-    found = F.embedding(own * inside, embedding.weight) * inside.unsqueeze(-1)
-    return Leave.apply(found)
+    """An embedding with 1/N of its rows, or one more: tokens (B, T) -> (B, T/N, D). Megatron-LM pads them."""
+    vocab = embedding.num_embeddings
+    own = tokens - dist.get_rank() * vocab // dist.get_world_size()
+    elsewhere = (own < 0) | (own >= len(embedding.weight))
+    elsewhere &= (tokens >= 0) & (tokens < vocab)  # else the lookup fails, on all ranks
+    found = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)
+    return Leave.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-def parallel_cross_entropy(logits, targets):
-    """Losses (B, T/N), fp32 at least, of this rank's logits (B, T, V/N) and targets (B, T)."""
+def parallel_cross_entropy(logits, targets, vocab):
+    """Losses (B, T/N), fp32 at least, of this rank's part of the vocab's logits and targets (B, T)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = logits.logsumexp(-1)  # of this rank's V/N
     largest = total.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    own = targets - dist.get_rank() * logits.shape[-1]
+    own = targets - dist.get_rank() * vocab // dist.get_world_size()
     inside = (own >= 0) & (own < logits.shape[-1])
     of_target = logits.gather(-1, (own * inside).unsqueeze(-1)).squeeze(-1) - largest
     sums = torch.stack([(total - largest).exp(), of_target * inside], -1)  # (B, T, 2), partial
@@ -149,29 +151,32 @@ PLAN = {  # pattern of names: (forward, dim of the weight that is split, matrice
 
 class SequenceParallel:
     """As TensorParallel, with (B, T/N, D) between its layers. Every matrix must be in the plan.
-
     A step: backward() of the ranks' own shares of one loss; clip_grad_norm_(); optimizer.step().
     """
 
     def __init__(self, module, plan):
         self.module = module
-        self.split = {}  # parameter: (dim, parts)
+        self.split = {}  # parameter: (dim, its indices that are this rank's, whole shape)
+        world_size = dist.get_world_size()
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)
         for pattern, (forward, dim, parts) in plan.items():
             for name, layer in module.named_modules():
                 if fnmatch(name, pattern):
-                    assert type(layer) in (nn.Linear, nn.Embedding), f"{name} is no nn.Linear or nn.Embedding"
+                    if type(layer) not in (nn.Linear, nn.Embedding):
+                        raise TypeError(f"{name} is no nn.Linear or nn.Embedding: leave it out of the plan")
                     layer.forward = partial(forward, layer)
                     for param in layer.parameters():
                         if dim < param.dim():  # a row-parallel layer's bias stays whole
-                            self.split[param] = (dim, parts)
-        for param, (dim, parts) in self.split.items():
-            shards = param.detach().unflatten(dim, (parts, dist.get_world_size(), -1))
-            own = shards.select(dim + 1, dist.get_rank())
-            param.data = own.flatten(dim, dim + 1).clone()
+                            indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
+                            ends = [rank * indices.shape[1] // world_size for rank in range(1, world_size)]
+                            own = indices.tensor_split(ends, 1)[dist.get_rank()]
+                            self.split[param] = (dim, own.flatten(), param.shape)
+        for param, (dim, own, _) in self.split.items():
+            param.data = param.detach().index_select(dim, own)
         for name, param in module.named_parameters():
-            assert param.dim() < 2 or param in self.split, f"{name} would see T/N tokens: plan its layer"
+            if param.dim() > 1 and param not in self.split:
+                raise ValueError(f"{name} would see T/N tokens: plan its layer")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
@@ -195,11 +200,9 @@ class SequenceParallel:
         state_dict = self.module.state_dict()
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if param in self.split:
-                dim, parts = self.split[param]
-                shards = param.new_empty(dist.get_world_size(), *param.shape)
-                all_gather(shards, param.detach()[None])
-                shards = shards.unflatten(dim + 1, (parts, -1)).movedim(0, dim + 1)
-                state_dict[name] = shards.flatten(dim, dim + 2)
+                dim, own, shape = self.split[param]
+                state_dict[name] = param.new_zeros(shape).index_copy_(dim, own, param.detach())
+                dist.all_reduce(state_dict[name])
         return state_dict
 
 
@@ -224,8 +227,8 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 def train(config):
     """Train with these flags."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if math.gcd(config.heads, config.vocab, config.context) % world_size:
-        refuse(f"--heads, --vocab and --context: must be multiples of the {world_size} ranks")
+    if math.gcd(config.heads, config.context) % world_size:
+        refuse(f"--heads and --context: must be multiples of the {world_size} ranks")
     device, text = set_up(config, replicas=1)
     model = ParallelGPT(config).to(device, DTYPES[config.dtype])
     parallel = SequenceParallel(model, PLAN)
@@ -240,7 +243,8 @@ def train(config):
         loss = 0
         for inputs, targets in microbatches(config, text, step, device):
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = parallel_cross_entropy(model(inputs), targets).mean() / world_size / config.accum
+            losses = parallel_cross_entropy(model(inputs), targets, config.vocab)
+            microloss = losses.mean() / world_size / config.accum
             microloss.backward()
             loss += microloss.detach()
         dist.all_reduce(loss)

@@ -34,7 +34,6 @@ class Lesson:
 
 
 BAD_SLOW = ("--slow 9=4", "--slow 1", "--slow 0=0.5", "--slow 0=x", "--slow x=2", "--slow 0=nan")
-BAD_SPLIT = ("--heads 9", "--vocab 254")
 BAD_EXPERTS = ("--ep 3", "--top-k 9", "--experts 0", "--balance nan", "--balance -1", "--balance x")
 BAD_RINGS = ("--cp 3", "--cp -1", "--context 15", "--kind all")
 BAD_MESHES = ("--tp 3", "--pp -1", "--heads 9", "--layers 1", "--zero 2")
@@ -53,13 +52,13 @@ LESSONS = [
     Lesson("zero2"),
     Lesson("zero3", bad_flags=("--prefetch -1",), variants=AHEAD),
     Lesson("offload", bad_flags=("--link-gbps 0", "--link-gbps nan", "--device-mb 0.1")),
-    Lesson("tensor_parallel", bad_flags=BAD_SPLIT, flags="--vocab 252"),
-    Lesson("sequence_parallel", bad_flags=(*BAD_SPLIT, "--context 15"), flags="--vocab 252 --context 12"),
+    Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257"),
+    Lesson("sequence_parallel", bad_flags=("--heads 9", "--context 15"), flags="--vocab 257 --context 12"),
     Lesson("context_parallel", bad_flags=BAD_RINGS, flags="--context 24"),
     Lesson("expert_parallel", bad_flags=BAD_EXPERTS, flags="--experts 12 --balance bias"),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
-    Lesson("parallel_3d", bad_flags=BAD_MESHES),
+    Lesson("parallel_3d", bad_flags=BAD_MESHES, flags="--vocab 257"),
     Lesson("fusion", worlds=(1, 2), bad_flags=("--plain all",)),
     Lesson("checkpointing", worlds=(1, 2), bad_flags=("--every 0", "--policy offload"), variants=SELECTIVE),
     Lesson("zero_r", bad_flags=("--policy full",), variants=("--policy offload",)),

@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters, U in the largest unit, N ranks)
     parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
-    gradients     max(wP + gwU, mP/N)          m max(w, 4); g 1 over gloo (its receive buffer), else 0
+    gradients     wP + gwU + cP/N              g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
@@ -24,8 +24,8 @@ Run
     torchrun --nproc_per_node=8 zero1.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameter groups in a unit, nested units, optimizers that are not elementwise, several dtypes, parameters
-    that only some ranks use.
+    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
+    cast or replaced once wrapped.
 """
 
 import argparse
@@ -53,65 +53,66 @@ class ZeRO1(nn.Module):
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
     share, form one more. All leave the module: zero.parameters() are this rank's shards, fp32 if the module
     is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().
-    `syncing` must be False in all backwards of a step but the last.
+    After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
+    other shards, each with its `kind`, which an optimizer's groups may need.
+    `syncing` should be False in all backwards of a step but the last, else they send more.
     """
 
     def __init__(self, module, unit_class, group=None):
         super().__init__()
         self.module = module
         self.group = group
-        self.world_size = dist.get_world_size(group)
         self.syncing = True
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group_src=0, group=group)
         self.units = []
-        self.reducing = None  # the unit whose reduce-scatter was the last to start
-        for submodule, params in find_units(module, unit_class).items():
+        for (submodule, kind, _), params in find_units(module, unit_class):
             unit = Unit(module, params, group)
+            unit.shard.kind = kind
             submodule.register_forward_pre_hook(unit.wait_for_unshard, prepend=True)
             for weight in unit.weights:
                 weight.register_post_accumulate_grad_hook(partial(self._gradient_landed, unit))
             self.units.append(unit)
+        self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
+        module.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
-        for unit in self.units:
-            unit.unshard()
         return self.module(*args, **kwargs)
 
+    def _begin_forward(self, *_):
+        for unit in self.units:
+            unit.unshard()
+
     def _gradient_landed(self, unit, weight):
-        assert weight in unit.pending, "syncing must be False in all backwards of a step but the last"
         unit.collect(weight)
         if self.syncing:
             unit.pending.discard(weight)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if not unit.pending:
-            self._reduce(unit)
-
-    def _reduce(self, unit):
-        """Start to reduce-scatter the unit's gradients, once the reduce-scatter before has finished."""
-        if self.reducing:
             self.reducing.finish_reduce()
-        self.reducing = unit
-        unit.start_reduce()
+            self.reducing = unit
+            unit.start_reduce()
+
+    def _end_backward(self):
+        """Reduce what is left. Weights without a gradient count as zero."""
+        for unit in self.units:
+            if unit.unreduced:
+                unit.start_reduce()
+            unit.finish_reduce()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Set the shards' .grad: the ranks' mean, scaled to a norm of max_norm at most. Returns the norm."""
-        squares = 0
+        """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
+        self._end_backward()
+        squares = self.shards[0].new_zeros(()).double()
         for unit in self.units:
-            if unit.pending:
-                self._reduce(unit)  # some weights got no gradient, which counts as zero
-            unit.finish_reduce()
-            unit.shard.grad = unit.grad_shard.to(unit.shard.dtype)
-            if unit.shard.grad is not unit.grad_shard:
-                unit.flat_grad.untyped_storage().resize_(0)  # its fp32 copy is all that the step needs
-            unit.stale = True  # the step will change the shard
-            squares += unit.shard.grad.square().sum().double()
+            unit.version = None  # the step will change the shard
+            if unit.shard.grad is not None:
+                squares += unit.shard.grad.square().sum()
         dist.all_reduce(squares, group=self.group)
-        norm = squares.sqrt() / self.world_size  # ranks' gradients were added up, and we want their mean
-        for shard in self.shards:
-            shard.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1) / self.world_size)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
         return norm
 
     def full_state_dict(self):
@@ -131,16 +132,16 @@ class Unit:
 
     def __init__(self, module, params, group):
         self.group = group
-        world_size = dist.get_world_size(group)
+        self.world_size = dist.get_world_size(group)
         flat = nn.utils.parameters_to_vector(params).detach()
-        padding = -len(flat) % world_size
+        padding = -len(flat) % self.world_size
         self.shapes = [param.shape for param in params]
         self.sizes = [*(shape.numel() for shape in self.shapes), padding]
         self.flat_param = F.pad(flat, (0, padding))
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(world_size)[dist.get_rank(group)]  # this rank's part
-        self.grad_shard = self.flat_grad.chunk(world_size)[dist.get_rank(group)]
-        self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32)))
+        self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
+        self.grad_shard = self.flat_grad.chunk(self.world_size)[dist.get_rank(group)]
+        self.shard = nn.Parameter(self.own.data.to(torch.promote_types(flat.dtype, torch.float32)))
         self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
         self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
         weight_of = dict(zip(params, self.weights))
@@ -151,7 +152,8 @@ class Unit:
                     submodule.register_buffer(name, weight_of[param])
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
-        self.stale = False
+        self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
+        self.version = self.shard._version
 
     def views(self, flat):
         """Parts of a flat vector, in the parameters' shapes."""
@@ -160,14 +162,10 @@ class Unit:
     @torch.no_grad()
     def unshard(self):
         """Start to all-gather the weights, if an optimizer's step has changed the shards."""
-        if self.stale:
-            self.stale = False
+        if self.version != self.shard._version:
+            self.version = self.shard._version
             self.own.copy_(self.shard)
             self.all_gather_work = all_gather(self.flat_param, self.own, group=self.group, async_op=True)
-            if self.flat_grad.untyped_storage().nbytes() == 0:
-                self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
-            self.flat_grad.zero_()
-            self.pending = set(self.weights)
 
     def wait_for_unshard(self, *_):
         if self.all_gather_work:
@@ -176,11 +174,19 @@ class Unit:
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
-        self.grad_views[weight].add_(weight.grad)
+        self.finish_reduce()  # of a backward before
+        if self.shard.grad is None:
+            self.flat_grad.zero_()
+            self.shard.grad = self.grad_shard.to(self.shard.dtype)
+        # Divided, the ranks' gradients add up to their mean, to which later backwards can add.
+        self.unreduced = True
+        self.grad_views[weight].add_(weight.grad, alpha=1 / self.world_size)
         weight.grad = None
 
     def start_reduce(self):
         """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
+        self.pending = set(self.weights)
+        self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
         self.received = torch.empty_like(self.flat_grad if gloo else self.own)
@@ -192,23 +198,25 @@ class Unit:
             self.reduce_work.wait()
             self.reduce_work = None
             # Over gloo N rows have been received, else one.
+            self.flat_grad.zero_()
             torch.sum(self.received.view(-1, len(self.own)), dim=0, out=self.grad_shard)
+            self.shard.grad.copy_(self.grad_shard)
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
 
 
 def find_units(module, unit_class):
-    """{submodule: its trainable parameters}; `module` gets those in no unit or in several."""
-    users = {}
+    """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
+    homes = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                users.setdefault(param, []).append(submodule)
+                homes[param] = module if param in homes else submodule
     units = {}
     for param in module.parameters():
         if param.requires_grad:
-            home = users[param][0] if len(users.get(param, ())) == 1 else module
-            units.setdefault(home, []).append(param)
-    return units
+            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
+            units.setdefault(key, []).append(param)
+    return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
 
 
 def train(config):

@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    mP/N + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
-    gradients     max(w(P/N+E+(2+g)U), mP/N)   g 1 over gloo (its receive buffer), else 0
+    gradients     mP/N + w(E+(2+g)U)           g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
@@ -26,8 +26,8 @@ Run
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameter groups in a unit, nested units, optimizers that are not elementwise, several dtypes, parameters
-    that only some ranks use, sharding frozen ones, prefetch in another order than that of definition.
+    Nested units, optimizers that are not elementwise, sharding of what is frozen, prefetch in order of use;
+    parameters that only some ranks use, or that are moved, cast or replaced once wrapped.
 """
 
 import argparse
@@ -56,22 +56,21 @@ class ZeRO3(nn.Module):
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
     share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
     the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().
-    prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward.
-    device: of shards and units (None: where the parameters are).
+    After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
+    other shards, each with its `kind`. prefetch: units gathered ahead. reshard_after_forward: False
+    keeps units whole for their backward. device: of shards and units (None: where the parameters are).
     """
 
     def __init__(self, module, unit_class, prefetch=1, reshard_after_forward=True, device=None, group=None):
         super().__init__()
         self.module = module
         self.group = group
-        self.world_size = dist.get_world_size(group)
         self.prefetch = prefetch
         self.units = []
-        self.reducing = None  # the unit whose reduce-scatter was the last to start
-        for submodule, params in find_units(module, unit_class).items():
+        for (submodule, kind, _), params in find_units(module, unit_class):
             unit = Unit(module, params, device, group)
             unit.reshard_after_forward = reshard_after_forward and submodule is not module
+            unit.shard.kind = kind
             submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
             submodule.register_forward_hook(partial(self._post_forward, unit))
             for weight in unit.weights:
@@ -81,12 +80,16 @@ class ZeRO3(nn.Module):
             unit.reshard_after_forward = False  # backward begins with these
         for tensor in module.to(device=device).state_dict().values():  # what is in no shard
             dist.broadcast(tensor, group_src=0, group=group)
+        self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
+        module.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def _begin_forward(self, *_):
         for unit in self.units:
             unit.reshard()  # some may be whole and old, or have got no gradient in their last backward
-        return self.module(*args, **kwargs)
 
     def _unshard_from(self, unit, direction):
         """All-gather a unit, and prefetch the next ones in this direction (1 or -1)."""
@@ -105,52 +108,47 @@ class ZeRO3(nn.Module):
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
         for x in tree_leaves(output):
-            if isinstance(x, torch.Tensor) and x.requires_grad:
+            if getattr(x, "requires_grad", False):
                 x.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
-        if not unit.in_backward:
-            unit.in_backward = True
-            unit.pending = set(unit.weights)
+        unit.in_backward = True
         self._unshard_from(unit, -1)
 
     def _gradient_landed(self, unit, weight):
         unit.collect(weight)
         unit.pending.discard(weight)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if not unit.pending:
             unit.reshard()
-            self._reduce(unit)
-
-    def _reduce(self, unit):
-        """Start to reduce-scatter the unit's gradients, once the reduce-scatter before has finished."""
-        if self.reducing:
             self.reducing.finish_reduce()
-        self.reducing = unit
-        unit.start_reduce()
+            self.reducing = unit
+            unit.start_reduce()
+
+    def _end_backward(self):
+        """Reduce what is left. Weights without a gradient count as zero."""
+        for unit in self.units:
+            if unit.unreduced:
+                unit.start_reduce()
+            unit.finish_reduce()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Set the shards' .grad: the ranks' mean, scaled to a norm of max_norm at most. Returns the norm."""
-        squares = 0
-        for unit in self.units:
-            if len(unit.pending) < len(unit.weights):
-                self._reduce(unit)  # some weights got no gradient, which counts as zero
-            unit.finish_reduce()
-            assert unit.grad_shard is not None, "a unit got no gradient in this step"
-            unit.shard.grad = unit.grad_shard.to(unit.shard.dtype)
-            unit.grad_shard = None
-            unit.reshard()  # the step will change the shard
-            squares += unit.shard.grad.square().sum().double()
-        dist.all_reduce(squares, group=self.group)
-        norm = squares.sqrt() / self.world_size  # ranks' gradients were added up, and we want their mean
+        """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
+        squares = self.shards[0].new_zeros(()).double()
         for shard in self.shards:
-            shard.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1) / self.world_size)
+            if shard.grad is not None:
+                squares += shard.grad.square().sum()
+        dist.all_reduce(squares, group=self.group)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
         return norm
 
     def full_state_dict(self):
         """The plain module's state_dict on rank 0's CPU; {} elsewhere. All ranks must call it."""
         state_dict = {}
         for unit in self.units:
+            unit.reshard()  # it may be whole and old
             unit.unshard()
             unit.wait_for_unshard()
             if dist.get_rank(self.group) == 0:
@@ -169,16 +167,15 @@ class Unit:
 
     def __init__(self, module, params, device, group):
         self.group = group
-        world_size = dist.get_world_size(group)
+        self.world_size = dist.get_world_size(group)
         flat = nn.utils.parameters_to_vector(params).detach().to(device=device)
-        padding = -len(flat) % world_size
+        padding = -len(flat) % self.world_size
         self.shapes = [param.shape for param in params]
         self.sizes = [*(shape.numel() for shape in self.shapes), padding]
         self.flat_param = F.pad(flat, (0, padding))
         dist.broadcast(self.flat_param, group_src=0, group=group)
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(world_size)[dist.get_rank(group)]  # this rank's part
-        self.grad_shard = None
+        self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
         self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
         self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
         self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
@@ -194,6 +191,7 @@ class Unit:
             submodule.register_buffer(name, weight)
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
+        self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
         self.nothing = ShardedWeight()
         self.reshard()
 
@@ -234,12 +232,14 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
+        self.unreduced = True
         self.grad_views[weight].add_(weight.grad)
         weight.grad = None  # freed
 
     def start_reduce(self):
         """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
         self.pending = set(self.weights)
+        self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
         self.received = torch.empty_like(self.flat_grad if gloo else self.own)
@@ -251,8 +251,10 @@ class Unit:
             self.reduce_work.wait()
             self.reduce_work = None
             # Over gloo N rows have been received, else one.
-            shard = self.received.view(-1, len(self.own)).sum(0)
-            self.grad_shard = shard if self.grad_shard is None else self.grad_shard + shard
+            if self.shard.grad is None:
+                self.shard.grad = torch.zeros_like(self.shard)
+            for gradient in self.received.view(-1, len(self.own)):
+                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
 
@@ -262,18 +264,18 @@ class ShardedWeight:
 
 
 def find_units(module, unit_class):
-    """{submodule: its trainable parameters}; `module` gets those in no unit or in several."""
-    users = {}
+    """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
+    homes = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                users.setdefault(param, []).append(submodule)
+                homes[param] = module if param in homes else submodule
     units = {}
     for param in module.parameters():
         if param.requires_grad:
-            home = users[param][0] if len(users.get(param, ())) == 1 else module
-            units.setdefault(home, []).append(param)
-    return units
+            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
+            units.setdefault(key, []).append(param)
+    return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
 
 
 def train(config):

@@ -6,11 +6,10 @@ asks for goes to methods of Rank that do nothing here; pretend.py, streams.py an
 
 import os
 import sys
-import types
 from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from unittest import mock
@@ -21,6 +20,8 @@ import torch.distributed.nn
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
+
+from tests.harness import load
 
 COLLECTIVES = ["all_reduce", "broadcast", "all_gather", "reduce_scatter_tensor", "reduce_scatter_single"]
 COLLECTIVES += ["all_gather_into_tensor", "all_gather_single", "all_to_all_single"]
@@ -209,10 +210,7 @@ class Rank:
                     dist.destroy_process_group()
 
     def load(self, path):
-        module = types.ModuleType(Path(path).stem)
-        module.__file__ = str(path)
-        exec(compiled(str(path), self.device), vars(module))
-        return module
+        return load(path, self.device)
 
     def load_lesson(self):
         """The lesson, with threads that work late, and steps that are counted and not printed."""
@@ -234,8 +232,3 @@ class Rank:
             self.config = lesson.parse(flags.split())
             main(lesson, self.config) if main else lesson.train(self.config)
         return self
-
-
-@cache
-def compiled(path, device):
-    return compile(Path(path).read_text().replace("cuda", device), path, "exec")

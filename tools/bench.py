@@ -26,6 +26,7 @@ import ctypes
 import datetime
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -135,7 +136,7 @@ class Race:  # the contenders of one lesson on this rank
         self.part = [(inputs[:part], targets[:part]) for inputs, targets in self.batches]
         self.alone = ALONE
         self.ours = {f"{name}.py": (name, own)}
-        self.ours |= {f"{name}.py {more}": (name, [*own, *shlex.split(more)]) for more in bench.also}
+        self.ours |= {f"{name}.py {shlex.join(more)}": (name, [*own, *more]) for more in bench.also}
         if name != "expert_parallel":  # which has another model
             self.ours |= {f"{other}.py": (other, flags) for other in bench.beside}
         self.peers = peers_of(name)
@@ -255,8 +256,8 @@ class HeapPeak(TorchDispatchMode):  # the most that heap() is after an operator
         return result
 
 
-def main_of_rank(bench, flags):
-    race = Race(bench.lessons[0], bench, flags)
+def main_of_rank(bench):
+    race = Race(bench.lessons[0], bench, bench.flags)
     result = race.memory(bench.alone) if bench.alone else race.run(os.path.dirname(bench.out))
     if dist.get_rank() == 0:
         Path(bench.out).write_text(json.dumps(result))
@@ -274,8 +275,8 @@ def launch(name, bench, *more):
         start = [str(ROOT / "tools" / "hosts.sh"), str(bench.hosts), bench.rate, "--"]
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--rounds={bench.rounds}", "--out", f"{folder}/out.json", *more]
-        own += [f"--also={text}" for text in bench.also] + [f"--beside={other}" for other in bench.beside]
-        own += ["--host"] * bench.host
+        own += [f"--also={shlex.join(more)}" for more in bench.also]
+        own += ["--host"] * bench.host + [f"--beside={other}" for other in bench.beside]
         environment = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
         start += [os.path.abspath(__file__), name, *own, *bench.flags]
         process = subprocess.Popen(start, env=environment)
@@ -292,7 +293,7 @@ def launch(name, bench, *more):
 def bytes_per_second(rate):
     """Of a rate in tc's words: 1gbit, 100mbit."""
     words = re.fullmatch(r"(\d+\.?\d*)([kmg]?)bit", rate)
-    if not words:
+    if not words or not float(words[1]):
         refuse(f"--rate {rate}: must be like 1gbit or 100mbit")
     number, unit = words.groups()
     return float(number) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8
@@ -349,7 +350,7 @@ def parse(words):
     parser.add_argument("--rate", default="1gbit", help="of each host's link: 1gbit, 100mbit ...")
     parser.add_argument("--host", action="store_true", help="host time, of 48 layers of width 8 on one rank")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
-    parser.add_argument("--also", action="append", default=[], help="the lesson once more, with these flags")
+    parser.add_argument("--also", action="append", default=[], type=shlex.split, help="flags, once more")
     parser.add_argument("--beside", action="append", default=[], choices=ALL, help="another lesson")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times alone")
     parser.add_argument("--json", help="file for the tables, and when and where they were made")
@@ -361,25 +362,27 @@ def parse(words):
     for name in bench.lessons:
         if name not in lessons:
             refuse(f"{name}: must be one of {', '.join(lessons)}")
-    if bench.rounds < 1 or bench.ranks < 1 or bench.hosts < 1:
-        refuse("--rounds, --ranks and --hosts: must be 1 or more")
+    if min(bench.rounds, bench.ranks, bench.hosts) < 1 or bench.hosts > 99:
+        refuse("--rounds, --ranks and --hosts: must be 1 or more, and at most 99 hosts")
+    if bench.json and not os.path.isdir(os.path.dirname(bench.json) or "."):
+        refuse(f"--json {bench.json}: its folder does not exist")
     bytes_per_second(bench.rate)
     bench.ranks = bench.hosts if bench.hosts > 1 else bench.ranks
     given = {word.split("=")[0] for word in flags}
-    defaults = {"--steps": "3", "--batch": "8", "--size": "small"}
+    defaults = {"--size": "small", "--batch": "8", "--steps": "3"}
     if bench.host:
         bench.ranks, bench.memory, bench.beside = 1, False, ["single"]
-        bench.also = ["--dtype fp32"] if "bf16" in " ".join(flags) else []
+        bench.also = [["--dtype", "fp32"]] if "bf16" in " ".join(flags) else []
         defaults |= {"--layers": "48", "--heads": "2", "--width": "8", "--context": "8"}
         defaults |= {"--batch": "1", "--accum": "1"}
-    for flag, value in defaults.items():
-        if flag not in given:
-            flags = [flag, value, *flags]
-    bench.flags = flags
+    defaults = {flag: value for flag, value in defaults.items() if flag not in given}
+    bench.flags = [*itertools.chain(*defaults.items()), *flags]
     return bench
 
 
 def main(bench):
+    for name, more in itertools.product(bench.lessons, [[], *bench.also]):
+        load(name).parse([*bench.flags, *OWN_FLAGS.get(name, []), *more])  # which refuses bad flags at once
     made = {"date": datetime.datetime.now().isoformat(" ", "minutes"), "torch": torch.__version__}
     made |= {"command": shlex.join(sys.argv), "flags": bench.flags, "lessons": {}}
     made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"}
@@ -393,8 +396,5 @@ def main(bench):
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that launch() takes down what it started
-    bench = parse(sys.argv[1:])
-    if "RANK" in os.environ:
-        main_of_rank(bench, bench.flags)
-    else:
-        main(bench)
+    run = main_of_rank if "RANK" in os.environ else main
+    run(parse(sys.argv[1:]))

@@ -67,7 +67,14 @@ def compare(folder, name, plain, weights):
     return line(name, result, f"{difference:.1e}", verdict), verdict == "same"
 
 
+def refuse(problem):
+    print(f"compare.py: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main(folder, names):
+    if not (folder / "single.json").exists() or not (folder / "single.pt").exists():
+        refuse(f"{folder}/single.json and single.pt: missing; name the folder into which single.py finished")
     plain, weights = read(folder, "single")
     print(COLUMNS.format(*TITLES, "ms/step", "verdict"))
     print(line("single", plain, "-", "the plain loop"))
@@ -85,4 +92,5 @@ def main(folder, names):
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    folder, *names = sys.argv[1:] or ["runs"]
+    sys.exit(main(Path(folder), names))

@@ -17,6 +17,7 @@ the docstring's, with activations if it has one. apart: weights after three step
 import argparse
 import datetime
 import json
+import math
 import os
 import re
 import signal
@@ -33,7 +34,7 @@ from types import SimpleNamespace
 import ledger
 import torch
 import torch.distributed as dist
-from bench import ROOT, Race
+from bench import ALL, ROOT, Race
 
 MODELS = {"single": [], "ddp": ["torch DDP, defaults"], "zero1": [], "zero2": [], "zero3": ["FSDP2"]}
 MODELS |= {"fusion": [], "checkpointing": []}  # and their peers in tools/peers.py
@@ -209,16 +210,27 @@ def write(made, folder):
     return text
 
 
+def refuse(problem):
+    print(f"gpu.py: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.error = refuse
     parser.add_argument("lessons", nargs="*")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--tflops", type=float, help="of a GPU")
     config = parser.parse_args()
+    for name in config.lessons:
+        if name not in ALL[1:]:
+            refuse(f"{name}: must be one of {', '.join(ALL[1:])}")
+    if config.tflops is not None and not 0 < config.tflops < math.inf:
+        refuse(f"--tflops {config.tflops}: must be more than 0, and finite")
     os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if config.rehearse else {}
     gpus = torch.cuda.device_count()
     if not gpus and not config.rehearse:
-        parser.error("no GPU is visible here; --rehearse does it on the CPU")
+        refuse("no GPU is visible here; --rehearse does it on the CPU")
     gpu, nccl = (torch.cuda.get_device_name(0), torch.cuda.nccl.version()) if gpus else ("GPUs", None)
     peaks = [tflops for name, tflops in PEAKS.items() if re.search(rf"\b{name}\b", gpu)]
     config.tflops = config.tflops or next(iter(peaks), 0.1 if config.rehearse else None)  # or any number

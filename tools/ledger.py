@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -219,10 +219,32 @@ def refuse(problem):
     sys.exit(2)
 
 
+def find_problems(given):
+    """Yield what is wrong with this tool's own flags, each in one line."""
+    path, ranks = Path(given.lesson), given.ranks
+    if path.suffix != ".py" or not path.is_file() or b"\ndef train(config" not in path.read_bytes():
+        yield f"{path}: no such lesson"
+    if ranks is not None and not 1 <= ranks <= 10**5:
+        yield f"--ranks {ranks}: must be 1 or more, and at most 10^5"
+    if not 0 <= given.rank < (ranks or 1):
+        yield f"--rank {given.rank}: must be 0 or more, and less than --ranks"
+    if given.json and (os.path.isdir(given.json) or not can_write(Path(given.json).parent)):
+        yield f"--json {given.json}: must be a file in a folder that can be written"
+    if given.trace and ranks:
+        yield f"--trace {given.trace}: not with --ranks, where nothing takes time"
+    if given.trace:
+        with suppress(OSError):
+            os.makedirs(given.trace, exist_ok=True)
+        if not can_write(given.trace):
+            yield f"--trace {given.trace}: must be a folder that can be written"
+
+
+def can_write(folder):
+    return os.path.isdir(folder) and os.access(folder, os.W_OK)
+
+
 def load(path):
     """A lesson's file as a module."""
-    if not os.path.isfile(path):
-        refuse(f"{path}: no such lesson")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     lesson = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lesson)
@@ -238,9 +260,11 @@ def main():
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("lesson")
     given, flags = parser.parse_known_args()
+    for problem in find_problems(given):
+        refuse(problem)
     lesson = load(given.lesson)
-    if given.ranks and (hasattr(lesson, "MoE") or hasattr(lesson, "Lane")):
-        refuse(f"--ranks {given.ranks}: {given.lesson} needs values (tokens' experts) or threads of its own")
+    if given.ranks and {"MoE", "Lane", "ShardedOptimizer"} & vars(lesson).keys():
+        refuse(f"--ranks {given.ranks}: {given.lesson} needs values, or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])
         print(f"{given.lesson} | rank {given.rank} of {given.ranks}, simulated")
