@@ -21,12 +21,7 @@ def check_events(name, order, overlap, expected):
     for param, i in number.items():
         param.register_post_accumulate_grad_hook(lambda _, i=i: log.append(f"landed {i}"))
     launch = ddp._launch
-
-    def noted():
-        log.append(f"left {number[ddp.to_launch[0].params[0]]}")
-        launch()
-
-    ddp._launch = noted
+    ddp._launch = lambda: (log.append(f"left {number[ddp.to_launch[0].params[0]]}"), launch())
     for _ in range(2):
         with ddp.no_sync():
             ddp(torch.ones(2, 4)).sum().backward()
