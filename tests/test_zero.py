@@ -78,7 +78,7 @@ def optimizer_of(model):
     groups = [{"params": [], "weight_decay": 0}, {"params": [], "weight_decay": 0.1}]
     for param in model.parameters():
         groups[bool(param.kind)]["params"].append(param)
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(groups, lr=0.1)
 
 
 def train(model, steps):
@@ -91,9 +91,6 @@ def train(model, steps):
                 (getattr(model, "module", model)(x).square().mean() / 2).backward()
                 with torch.no_grad():
                     model(x)
-            for param in model.parameters():
-                if done and param.requires_grad and param.grad is None:
-                    param.grad = torch.zeros_like(param)  # what has no gradient counts as zero
             if clips:
                 clip(0.3)
             if done:
@@ -144,9 +141,8 @@ def check_adopted(name):
 def check_losses(name, model, unit_class, *shape):
     """They are those in torch's own DDP, without clipping, and with eval() between steps."""
     losses = []
-    for wrapper in partial(nn.parallel.DistributedDataParallel, broadcast_buffers=False), None:
-        own = marked(model)
-        wrapped = wrapper(own) if wrapper else wrap(name, own, unit_class)[1]
+    peer = nn.parallel.DistributedDataParallel(marked(model), broadcast_buffers=False)
+    for wrapped in peer, wrap(name, marked(model), unit_class)[1]:
         optimizer = optimizer_of(wrapped)
         torch.manual_seed(dist.get_rank())
         for training in (True, True, False, True):
@@ -194,7 +190,7 @@ def check_timeline(name):
         zero(torch.randn(2, 4)).sum().backward()
         zero.clip_grad_norm_(1.0)
         optimizer.step()
-    expected = TIMELINES[Path(name).stem]
+    expected = TIMELINES[Path(name).stem.replace("zero1", "zero2")]
     assert " ".join(log) == " ".join(expected.split()), f"another order: {', '.join(log)}"
 
 
@@ -216,24 +212,20 @@ def noting(log, event, unit, method):
 METHODS = {"unshard": "gather", "wait_for_unshard": "gathered", "reshard": "free"}
 METHODS |= {"start_reduce": "reduce", "finish_reduce": "reduced"}
 TIMELINES = {  # the root is 0; the docstrings draw the same
-    "zero2": """
-        gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3 backward 3 reduce 3 backward 2
-        reduced 3 reduce 2 backward 1 reduced 2 reduce 1 reduced 1 reduce 0 reduced 0""",
-    "zero3": """
-        gather 0 gather 1 gathered 0 gather 2 gathered 1 forward 1 free 1 gather 3 gathered 2 forward 2
-        gathered 3 forward 3 backward 3 free 3 reduce 3 backward 2 gather 1 free 2 reduced 3 reduce 2
-        backward 1 gathered 1 free 1 reduced 2 reduce 1 free 0 reduced 1 reduce 0 reduced 0""",
+    "zero2": """gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3 backward 3 reduce 3
+        backward 2 reduced 3 reduce 2 backward 1 reduced 2 reduce 1 reduced 1 reduce 0 reduced 0""",
+    "zero3": """gather 0 gather 1 gathered 0 gather 2 gathered 1 forward 1 free 1 gather 3 gathered 2
+        forward 2 gathered 3 forward 3 backward 3 free 3 reduce 3 backward 2 gather 1 free 2 reduced 3
+        reduce 2 backward 1 gathered 1 free 1 reduced 2 reduce 1 free 0 reduced 1 reduce 0 reduced 0""",
 }
-TIMELINES["zero1"] = TIMELINES["zero2"]
 
 
 @on_ranks(2)
 def check_gathering(name):
     """Beside rank 0 one unit is whole at a time while full_state_dict() works; one is fetched ahead."""
     assert load(name).parse([]).prefetch == 1
-    ledger = load("tools/ledger")
     _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
-    with ledger.Watch() as watch:
+    with load("tools/ledger").Watch() as watch:
         zero.full_state_dict()
     shards = sum(shard.nbytes for shard in zero.parameters())
     assert dist.get_rank() == 0 or watch.held()["parameters"] - shards == 4 * 72
@@ -245,12 +237,12 @@ BUCKETS = [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}]
 odd = [partial(check_odd, size=size) for size in (1, 2, 3)]
 check_late = partial(check_odd, late=True, size=2)
 check_recompute = partial(check_odd, how=recompute, size=2)
-CHECKS = *odd, check_late, check_recompute, check_norm, check_adopted
-test_each_promise_is_kept = holds(("ddp", *STAGES), *CHECKS)
+test_each_promise_is_kept = holds(
+    ("ddp", *STAGES), *odd, check_late, check_recompute, check_norm, check_adopted
+)
 test_any_module_trains_in_any_buckets = holds("ddp", *[partial(check_odd, **options) for options in BUCKETS])
 test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
 test_zero3_has_one_unit_whole_or_two = holds("zero3", check_gathering)
-QUEUE = "torch.autograd.Variable._execution_engine.queue_callback"
 MUTANTS = [
     ("ddp zero1", "dist.broadcast(tensor, group_src=0, group=group)", "pass", check_odd, "weights differ"),
     ("zero1 zero2 zero3", "1 / self.world_size", "1", check_parity, "norms differ"),
@@ -261,7 +253,7 @@ MUTANTS = [
     ("ddp", "(bucket.flat_grad, group", "(bucket.flat_grad[:0], group", check_parity, "losses differ"),
     ("ddp", "view.copy_(param.grad)", "view.add_(param.grad)", check_parity, "losses differ"),
     ("ddp", "view.zero_()", "pass", check_odd, "weights differ"),
-    ("zero2", f"{QUEUE}(self._end_backward)", "pass", check_odd, "weights differ"),
+    ("zero2", "queue_callback(self._end_backward)", "queue_callback(int)", check_odd, "weights differ"),
     ("ddp zero1", "        self._end_backward()\n", "", check_odd, "weights differ"),
     ("zero1 zero2", "self.version != self.shard._version", "not self.version", check_odd, "weights differ"),
     ("zero1 zero2 zero3", 'getattr(param, "kind", None)', "None", check_odd, "weights differ"),
