@@ -234,12 +234,9 @@ def check_gathering(name):
 
 
 BUCKETS = [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}]
-odd = [partial(check_odd, size=size) for size in (1, 2, 3)]
+odd = [partial(check_odd, **options) for options in ({"size": 1}, {}, {"size": 2, "how": recompute})]
 check_late = partial(check_odd, late=True, size=2)
-check_recompute = partial(check_odd, how=recompute, size=2)
-test_each_promise_is_kept = holds(
-    ("ddp", *STAGES), *odd, check_late, check_recompute, check_norm, check_adopted
-)
+test_each_promise_is_kept = holds(("ddp", *STAGES), *odd, check_late, check_norm, check_adopted)
 test_any_module_trains_in_any_buckets = holds("ddp", *[partial(check_odd, **options) for options in BUCKETS])
 test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
 test_zero3_has_one_unit_whole_or_two = holds("zero3", check_gathering)
@@ -250,7 +247,6 @@ MUTANTS = [
     ("zero1 zero2 zero3", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
     ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", check_late, "weights differ"),
     ("zero1 zero2 zero3", "self.reduce_work.wait()", "pass", check_late, "weights differ"),
-    ("ddp", "(bucket.flat_grad, group", "(bucket.flat_grad[:0], group", check_parity, "losses differ"),
     ("ddp", "view.copy_(param.grad)", "view.add_(param.grad)", check_parity, "losses differ"),
     ("ddp", "view.zero_()", "pass", check_odd, "weights differ"),
     ("zero2", "queue_callback(self._end_backward)", "queue_callback(int)", check_odd, "weights differ"),
@@ -265,7 +261,6 @@ MUTANTS = [
     ("zero2", "dist.all_reduce(squares, group=self.group)", "pass", check_parity, "losses differ"),
     ("zero2", "if self.shard.grad is None:", "if True:", check_parity, "losses differ"),
     ("zero2", "self.flat_grad.zero_()", "pass", check_odd, "weights differ"),
-    ("zero3", "self.own.copy_(self.shard)", "pass", check_parity, "losses differ"),
     ("zero3", "dist.broadcast(self.flat_param, group_src=0, group=group)", "pass", check_odd, "differ"),
     ("zero3", "= ShardedWeight()", "= None", check_gathering, "not named"),
     ("zero3", "unit.reshard()  # it", "pass  # it", check_odd, "weights differ"),
