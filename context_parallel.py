@@ -64,64 +64,64 @@ def shard_sequence(x, dim, order="zigzag", group=None):
     return torch.cat(own, dim)
 
 
-def ring_attention(q, k, v, group=None, order="zigzag", is_causal=True):
-    """Causal attention of q (B, H, T/N, D/H) to all ranks' k and v (B, G, T/N, D/H), where G divides H."""
-    return RingAttention.apply(q, k, v, group, order)
+def ring_attention(q, k, v, *, is_causal=False, group=None, order="zigzag"):
+    """Attention of q (B, H, T/N, D/H) to all ranks' k and v (B, G, T/N, D/H), where G divides H."""
+    return RingAttention.apply(q, k, v, group, order, is_causal)
 
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, group, order):
+    def forward(ctx, q, k, v, group, order, is_causal):
         wide = torch.promote_types(q.dtype, torch.float32)  # blocks are merged in fp32 at least
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full_like(out[..., :1], -math.inf)  # log-sum-exp of the scores so far
         own_kv = torch.stack((k, v))
+        ctx.mask = q.shape[2], group, order, is_causal
         for i, kv in enumerate(travel(own_kv, group)):
-            for rows, columns in visible(i, q.shape[2], group, order):
-                causal = i == 0
-                block, block_lse = attend(q[rows], *kv[columns], causal)
+            for rows, columns in visible(i, *ctx.mask):
+                block, block_lse = attend(q[rows], *kv[columns], is_causal and i == 0)
                 merge(out[rows], lse[rows], block, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group = group
-        ctx.order = order
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
+        _, group, _, is_causal = ctx.mask
         own_kv = torch.stack((k, v))
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         passed = torch.zeros_like(own_kv)  # kv's gradients of ranks before, which come one step after kv
         works = []
-        for i, kv in enumerate(travel(own_kv, ctx.group)):
+        for i, kv in enumerate(travel(own_kv, group)):
             grad_kv = torch.zeros_like(kv)
-            for rows, columns in visible(i, q.shape[2], ctx.group, ctx.order):
-                causal = i == 0
-                of_rows = grad[rows], out[rows], lse[rows]
-                block_q, *block_kv = attend_backward(*of_rows, q[rows], *kv[columns], causal)
+            for rows, columns in visible(i, *ctx.mask):
+                of_rows = grad[rows], out[rows], lse[rows], q[rows]
+                block_q, *block_kv = attend_backward(*of_rows, *kv[columns], is_causal and i == 0)
                 grad_q[rows] += block_q
                 grad_kv[columns] += torch.stack(block_kv)
             for work in works:
                 work.wait()  # for the gradients from the ranks that had this kv before
             grad_kv += passed
-            passed, works = pass_on(grad_kv, ctx.group)
+            passed, works = pass_on(grad_kv, group)
         for work in works:
             work.wait()
-        return grad_q.to(q.dtype), *passed, None, None
+        return grad_q.to(q.dtype), *passed, None, None, None
 
 
-def visible(i, length, group, order):
+def visible(i, length, group, order, is_causal):
     """Which of this rank's queries see which of rank - i's keys: [(index of rows, of columns)], or []."""
     everything = np.s_[..., :, :]
-    early_chunk = np.s_[..., : length // 2, :]
-    late_chunk = np.s_[..., length // 2 :, :]
+    half = length // 2
+    early_chunk = np.s_[..., :half, :]
+    late_chunk = np.s_[..., half:, :]
+    if not is_causal:
+        return [(everything, everything)]
     earlier = i <= dist.get_rank(group)
     if order == "zigzag" and i > 0:
-        # Of their chunks only the early one precedes ours, or of ours only the late one follows theirs.
         if earlier:
-            return [(everything, early_chunk)]
-        return [(late_chunk, everything)]
+            return [(everything, early_chunk)]  # their late one follows all of ours
+        return [(late_chunk, everything)]  # our early one precedes all of theirs
     if earlier:
         return [(everything, everything)]
     return []
@@ -189,14 +189,14 @@ def merge(out, lse, block, block_lse):
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-def ulysses_attention(q, k, v, group=None, is_causal=True):
+def ulysses_attention(q, k, v, *, is_causal=False, group=None):
     """Like ring_attention(), but for tokens in contiguous order, and N divides H and G."""
     if k.shape[1] % dist.get_world_size(group):
         raise ValueError(f"{k.shape[1]} key heads: must be a multiple of the ranks")
     q = AllToAll.apply(q, 1, 2, group)  # (B, H/N, T, D/H)
     k = AllToAll.apply(k, 1, 2, group)
     v = AllToAll.apply(v, 1, 2, group)
-    out = attention_of_one(q, k, v, is_causal=True, enable_gqa=True)
+    out = attention_of_one(q, k, v, is_causal=is_causal, enable_gqa=True)
     return AllToAll.apply(out, 2, 1, group)  # (B, H, T/N, D/H)
 
 
@@ -237,11 +237,10 @@ def train(config):
         for inputs, targets in batches:
             with mock.patch.object(F, "scaled_dot_product_attention", attention):  # in all blocks
                 microloss = mean_loss(functional_call(model, weights, own(inputs, 1)), own(targets, 1))
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = microloss / config.accum
+            microloss = microloss / config.accum  # as gradients of microbatches add up
             microloss.backward()
             loss += microloss.detach()
-        grad_norm = average_gradients(model, config.clip or math.inf)
+        grad_norm = average_gradients(model, config.clip)
         optimizer.step()
         model.zero_grad()
         dist.all_reduce(loss)
@@ -264,16 +263,17 @@ def set_up_groups(config):
     """Check the flags and join. Returns the device, the text, and the group that shares its sequences."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     config.cp = config.cp or world_size
-    if config.cp < 1 or world_size % config.cp:
+    if world_size % config.cp:
         refuse(f"--cp {config.cp}: must divide the {world_size} ranks")
-    if config.kind == "ulysses":
-        config.order = "contiguous"
-    config.dp = world_size // config.cp
-    device, text = set_up(config, f" | cp {config.cp} | {config.kind} {config.order}", config.dp)
+    if config.kind == "ulysses" and config.order == "zigzag":
+        refuse("--order zigzag: is for --kind ring")
+    config.order = config.order or {"ring": "zigzag", "ulysses": "contiguous"}[config.kind]
     if config.context % (2 * config.cp):
         refuse(f"--context {config.context}: must be a multiple of 2 x --cp {config.cp}")
     if config.kind == "ulysses" and config.heads % config.cp:
         refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
+    config.dp = world_size // config.cp
+    device, text = set_up(config, f" | cp {config.cp} | {config.kind} {config.order}", config.dp)
     if config.kind == "ring" and device.type == "cuda":
         if dist.get_backend() == "gloo":
             refuse("--kind ring: needs a GPU for each rank, as gloo sends from CPUs only; use --device cpu")
@@ -286,11 +286,11 @@ def set_up_groups(config):
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
-    parser = flags()
-    parser.add_argument("--cp", type=int, help="ranks that share a sequence (none: all)")
-    parser.add_argument("--kind", default="ring", choices=("ring", "ulysses"))
-    parser.add_argument("--order", default="zigzag", choices=("zigzag", "contiguous"), help="of chunks")
-    return parser.parse_args(arguments)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--cp", type=int, help="ranks that share a sequence (none: all)")
+    own.add_argument("--kind", default="ring", choices=("ring", "ulysses"))
+    own.add_argument("--order", choices=("zigzag", "contiguous"), help="of chunks, in a ring (none: zigzag)")
+    return read_flags(arguments, own)
 
 
 # ==== toy model: the same lines in every lesson ====
@@ -299,55 +299,60 @@ SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
 
 
-def flags():
-    """The parser of the flags that every lesson has."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
     parser.error = refuse
-    add = parser.add_argument
-    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="overrides --size")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
-    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
-    add("--optim", default="adamw", choices=OPTIMIZERS)
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    add("--save", help="file for the state_dict")
-    return parser
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
 
 
-def refuse(problem):
-    """End this rank with exit code 2; rank 0 says in one line what to change."""
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
-def set_up(config, choices="", replicas=None):
-    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
-    for name, value in zip(SHAPE, SIZES[config.size].split()):
-        setattr(config, name, getattr(config, name) or int(value))
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
     replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
-    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    if config.save and not Path(config.save).parent.is_dir():
-        refuse(f"--save {config.save}: its folder does not exist")
-    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
-    text = bytearray().join(path.read_bytes() for path in files)
-    if len(text) <= config.context:
-        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
@@ -355,15 +360,14 @@ def set_up(config, choices="", replicas=None):
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     if dist.get_rank() == 0:
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
     torch.manual_seed(config.seed)
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
     windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
@@ -389,9 +393,7 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
-
+class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -408,14 +410,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-def print_step(config, step, loss, grad_norm, started):
-    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:

@@ -4,7 +4,8 @@ Idea
     A mixture of experts has X MLPs in place of one; a router sends each token to the t most probable, and
     their outputs, weighted by probability, are added up (arXiv 1701.06538): X times the parameters, t times
     the FLOPs. Each of e ranks has X/e of the experts; all-to-alls take tokens there and back (GShard, arXiv
-    2006.16668). A loss (Switch, 2101.03961) over all ranks' tokens (2501.11873) keeps experts equally busy.
+    2006.16668). A loss (Switch, 2101.03961) over all ranks' tokens (2501.11873) keeps experts equally busy;
+    or, with --balance bias, a bias that is added to probabilities for the choice alone (2408.15664).
 
 Memory (bytes; D parameters outside experts, F in this rank's experts, M = (L+1)//2 mixtures of X experts)
     parameters    (w+c)(D+F)                w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master in bf16: 4
@@ -61,6 +62,7 @@ class MoE(nn.Module):
         self.group = group
         self.capacity_factor = capacity_factor
         self.router = nn.Linear(width, experts, bias=False)
+        self.register_buffer("bias", torch.zeros(experts))
         self.experts = nn.ModuleDict()  # this rank's
         for i in range(experts):
             # Every rank draws the weights of all, so that they do not depend on the world size.
@@ -72,7 +74,8 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)  # (T, D)
         wide = torch.promote_types(x.dtype, torch.float32)
         probs = self.router(tokens).softmax(-1, dtype=wide)  # (T, X)
-        gates, chosen = probs.topk(self.top_k)  # (T, top_k) each
+        _, chosen = (probs + self.bias).topk(self.top_k)  # (T, top_k)
+        gates = probs.gather(-1, chosen)  # without the bias
         if self.top_k > 1:  # a lone gate must stay the probability, or the router gets no gradient
             gates = gates / gates.sum(-1, keepdim=True)
         chosen = chosen.flatten()  # choice j of token i is at i * top_k + j
@@ -105,6 +108,13 @@ class MoE(nn.Module):
         all_gather(counts.flatten(), own_counts)
         self.load = counts.sum(0)
         return counts.cpu()
+
+    def _apply(self, function, recurse=True):
+        """Of to() and the like, which take the bias for integers: it stays fp32, where small steps add up."""
+        self.bias = self.bias.view(torch.int32)
+        super()._apply(function, recurse)
+        self.bias = self.bias.view(torch.float32)
+        return self
 
     def fit(self, counts):
         """How many of the counts (N, X) find a place: first come, first served, in the order of tokens."""
@@ -155,6 +165,7 @@ def mix_experts(model, config, group):
     for block in model.blocks[::2]:
         hidden, width = block.up.weight.shape
         del block.up, block.down
+        block.up = block.down = torch.zeros_like
         block.moe = MoE(width, hidden, config.experts, config.top_k, group, config.capacity_factor)
         block.forward = partial(forward_with_experts, block)
         mixtures.append(block.moe)
@@ -162,19 +173,15 @@ def mix_experts(model, config, group):
 
 
 def forward_with_experts(block, x):
-    """Block.forward() with the mixture in place of the MLP."""
-    qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1))  # (B, T, 3, H, D/H)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + block.proj(attended.transpose(1, 2).flatten(2))
+    """Block.forward(), whose MLP adds nothing now, and the mixture."""
+    x = Block.forward(block, x)
     return x + block.moe(block.norm2(x))
 
 
 def train(config):
     """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
     device, text, group, same_experts = set_up_groups(config)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[config.dtype]
     model = GPT(config)
     mixtures = mix_experts(model, config, group)
@@ -184,24 +191,32 @@ def train(config):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device)  # the same for any world size, cut below
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
-        loss = 0
+        loss = loads = 0
         for batch in batches:
             inputs, targets = (tokens.chunk(world_size)[rank] for tokens in batch)
             microloss = mean_loss(functional_call(model, weights, inputs), targets)
             loss += microloss.detach() / config.accum
-            for moe in mixtures:
-                microloss += config.balance * moe.balance_loss
+            microloss += config.weight * sum(moe.balance_loss for moe in mixtures)
             (microloss / config.accum).backward()
-        grad_norm = average_gradients(model, group, same_experts, config.clip or math.inf)
+            loads += torch.stack([moe.load for moe in mixtures])  # (M, X)
+        grad_norm = average_gradients(model, group, same_experts, config.clip)
         optimizer.step()
+        for moe, load in zip(mixtures, loads):
+            moe.bias += config.rate * (load.double().mean() - load).sign()
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
     if rank == 0:
-        for moe in mixtures:
-            print(f"tokens per expert {moe.load.tolist()} | dropped {moe.dropped:.1%}")
+        print_loads(mixtures, loads)
     if config.save:
         save(model.to("cpu", dtype), config.save)
+
+
+def print_loads(mixtures, loads):
+    """Print a step's loads (M, X) and MaxVio: the largest over the mean, less 1 (arXiv 2408.15664)."""
+    for moe, load in zip(mixtures, loads.tolist()):
+        max_vio = max(load) / np.mean(load) - 1
+        print(f"tokens per expert {load} | MaxVio {max_vio:.2f} | dropped {moe.dropped:.1%}")
 
 
 def average_gradients(model, group, same_experts, max_norm):
@@ -235,10 +250,12 @@ def set_up_groups(config):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     shared = math.gcd(world_size, config.experts)
     config.ep = config.ep or shared
-    if config.ep < 1 or shared % config.ep:
+    config.rate = 0.005 if config.balance == "bias" else 0  # of a step; the paper's 0.001 is for longer runs
+    config.weight = 0 if config.rate else config.balance
+    if shared % config.ep:
         refuse(f"--ep {config.ep}: must divide the {world_size} ranks and --experts {config.experts}")
-    if not 1 <= config.top_k <= config.experts:
-        refuse(f"--top-k {config.top_k}: must be from 1 to --experts {config.experts}")
+    if config.top_k > config.experts:
+        refuse(f"--top-k {config.top_k}: must be at most --experts {config.experts}")
     device, text = set_up(config, f" | {config.experts} experts, top {config.top_k} | ep {config.ep}")
     ranks = np.arange(world_size).reshape(-1, config.ep)  # a row has all experts, a column the same
     same_experts, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
@@ -246,26 +263,33 @@ def set_up_groups(config):
     return device, text, group, same_experts
 
 
+def bias_or_weight(text):
+    """A value of --balance."""
+    if text == "bias":
+        return text
+    return float(text)
+
+
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
-    parser = flags()
-    parser.add_argument("--experts", type=int, default=8, help="in every other block")
-    parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
-    parser.add_argument(
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--experts", type=int, default=8, help="in every other block")
+    own.add_argument("--top-k", type=int, default=2, help="experts of a token")
+    own.add_argument(
         "--ep",
         type=int,
         help="ranks that share the experts (none: the most that divide both ranks and experts)",
     )
-    parser.add_argument(
+    own.add_argument(
         "--capacity-factor",
         type=float,
         default=math.inf,
         help="an expert's places over the mean need, at least 4 (inf: any)",
     )
-    parser.add_argument(
-        "--balance", type=float, default=0.01, help="weight of the load-balance loss (0: leave it out)"
+    own.add_argument(
+        "--balance", type=bias_or_weight, default=0.01, help="weight of the load-balance loss, or bias"
     )
-    return parser.parse_args(arguments)
+    return read_flags(arguments, own, capacity_factor=(0, math.inf), balance=(0, 1e9))
 
 
 # ==== toy model: the same lines in every lesson ====
@@ -274,55 +298,60 @@ SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
 
 
-def flags():
-    """The parser of the flags that every lesson has."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
     parser.error = refuse
-    add = parser.add_argument
-    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="overrides --size")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
-    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
-    add("--optim", default="adamw", choices=OPTIMIZERS)
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    add("--save", help="file for the state_dict")
-    return parser
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
 
 
-def refuse(problem):
-    """End this rank with exit code 2; rank 0 says in one line what to change."""
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
-def set_up(config, choices="", replicas=None):
-    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
-    for name, value in zip(SHAPE, SIZES[config.size].split()):
-        setattr(config, name, getattr(config, name) or int(value))
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
     replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
-    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    if config.save and not Path(config.save).parent.is_dir():
-        refuse(f"--save {config.save}: its folder does not exist")
-    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
-    text = bytearray().join(path.read_bytes() for path in files)
-    if len(text) <= config.context:
-        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
@@ -330,15 +359,14 @@ def set_up(config, choices="", replicas=None):
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     if dist.get_rank() == 0:
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
     torch.manual_seed(config.seed)
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
     windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
@@ -364,9 +392,7 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
-
+class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -383,14 +409,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-def print_step(config, step, loss, grad_norm, started):
-    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:

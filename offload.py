@@ -90,15 +90,18 @@ class Offload:
 
     def step(self, max_norm):
         """Step with gradients clipped to a norm of max_norm at most. Returns the norm of before."""
-        self.sent.result()
-        square = sum(unit.square for unit in self.units)
+        square = 0
+        for i, unit in enumerate(self.units):
+            if not unit.landed:
+                raise RuntimeError(f"unit {i} (0: the root) has weights without gradient: all must have one")
+            square += unit.landed.result()
         norm = torch.full((), square, dtype=torch.float64, device=self.device)
         dist.all_reduce(norm)
         norm.sqrt_()
-        scale = min(1, max_norm / (norm.item() + 1e-6))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1).item()
         for unit in self.units:
             unit.stepped = self.down.submit(unit.step, scale)
-            unit.fetched = None  # these weights are old
+            unit.landed = unit.fetched = None  # these weights are old
         return norm
 
     def full_state_dict(self):
@@ -110,9 +113,7 @@ class Offload:
         return self.module.state_dict()
 
 
-class Unit:
-    """Weights: on the device a flat vector, on the host 1/N of it; keep, land, step run there, in `down`."""
-
+class Unit:  # weights: on the device a flat vector, on the host 1/N; keep, land, step run there, in `down`
     def __init__(self, offload, weights):
         self.offload = offload
         self.weights = weights
@@ -123,6 +124,7 @@ class Unit:
         self.stepped = offload.down.submit(self.keep)
         self.stepped.result()
         self.drop()
+        self.landed = None  # where the square of its gradients' norm will be
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self.collect)
 
@@ -154,6 +156,7 @@ class Unit:
 
     def collect(self, _):
         if any(weight.grad is None for weight in self.weights):
+            self.landed = None
             return  # and wait for the other gradients
         offload = self.offload
         offload.sent.result()  # one unit's gradients at a time are on their way
@@ -167,7 +170,7 @@ class Unit:
         received = torch.empty_like(flat)
         start = partial(dist.all_to_all_single, received, flat, async_op=True)  # with a sum a reduce-scatter
         work = offload.up.submit(start)  # whose collectives have one order, the same on all ranks
-        offload.sent = offload.down.submit(self.land, flat, received, work)
+        self.landed = offload.sent = offload.down.submit(self.land, flat, received, work)
 
     def land(self, flat, received, work):
         work.result().wait()
@@ -177,7 +180,7 @@ class Unit:
         for tensor in flat, received:
             tensor.untyped_storage().resize_(0)  # a thread may hold the tensor a little longer
         self.master.grad += self.landing
-        self.square = self.master.grad.norm().item() ** 2  # so far
+        return self.master.grad.norm().item() ** 2  # so far
 
     def step(self, scale):
         self.master.grad *= scale
@@ -186,9 +189,7 @@ class Unit:
         self.shard.copy_(self.master.data)  # in bf16; else they are the same memory
 
 
-class Lane:
-    """A thread, and on a GPU a stream, for one job after another; copies 10^9 gbps bits a second at most."""
-
+class Lane:  # a thread, and on a GPU a stream, for a job at a time; it copies 10^9 gbps bits a second at most
     def __init__(self, name, device, gbps):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1, name, torch.cuda.set_stream, (self.stream,))  # None: no change
@@ -205,9 +206,7 @@ class Lane:
         time.sleep(max(0, ends - time.perf_counter()))
 
 
-class PlayedDevice(TorchDispatchMode):
-    """On a CPU: what this thread makes is in the device's memory. It reads floats from nowhere else."""
-
+class PlayedDevice(TorchDispatchMode):  # by a CPU: it holds what this thread makes, and reads no other floats
     def __init__(self, megabytes):
         super().__init__()
         self.megabytes = megabytes
@@ -227,12 +226,12 @@ class PlayedDevice(TorchDispatchMode):
 
 def train(config):
     if config.device_mb < math.inf:
+        if config.device == "cuda":
+            refuse("--device cuda --device-mb: only a CPU plays a device")
         config.device = "cpu"
     device, text = set_up(config, f" | params {config.params} | link {config.link_gbps:g} Gbit/s")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    if not config.link_gbps > 0:
-        refuse(f"--link-gbps {config.link_gbps}: must be more than 0")
     model = GPT(config).to(DTYPES[config.dtype])
     with PlayedDevice(config.device_mb) if device.type == "cpu" else torch.cuda.device(device):
         new_optimizer = partial(OPTIMIZERS[config.optim], lr=config.lr, fused=True)
@@ -244,7 +243,7 @@ def train(config):
                 microloss = mean_loss(model(inputs), targets) / config.accum / world_size
                 microloss.backward()  # gradients add up over microbatches and ranks: hence the divisions
                 loss += microloss.detach()
-            grad_norm = offload.step(config.clip or math.inf)
+            grad_norm = offload.step(config.clip)
             dist.all_reduce(loss)
             print_step(config, step, loss, grad_norm, started)
     if config.save:
@@ -255,12 +254,12 @@ def train(config):
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
-    parser = flags()
-    add = parser.add_argument
+    own = argparse.ArgumentParser(add_help=False)
+    add = own.add_argument
     add("--params", action="store_true", help="the host keeps the weights, too")
     add("--device-mb", type=float, default=math.inf, help="10^6 bytes of a device that a CPU plays")
     add("--link-gbps", type=float, default=math.inf, help="10^9 bits a second, each way")
-    return parser.parse_args(arguments)
+    return read_flags(arguments, own, device_mb=(0, math.inf), link_gbps=(1e-9, math.inf))
 
 
 # ==== toy model: the same lines in every lesson ====
@@ -269,55 +268,60 @@ SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
 
 
-def flags():
-    """The parser of the flags that every lesson has."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
     parser.error = refuse
-    add = parser.add_argument
-    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="overrides --size")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
-    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
-    add("--optim", default="adamw", choices=OPTIMIZERS)
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    add("--save", help="file for the state_dict")
-    return parser
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
 
 
-def refuse(problem):
-    """End this rank with exit code 2; rank 0 says in one line what to change."""
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
-def set_up(config, choices="", replicas=None):
-    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
-    for name, value in zip(SHAPE, SIZES[config.size].split()):
-        setattr(config, name, getattr(config, name) or int(value))
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
     replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
-    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    if config.save and not Path(config.save).parent.is_dir():
-        refuse(f"--save {config.save}: its folder does not exist")
-    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
-    text = bytearray().join(path.read_bytes() for path in files)
-    if len(text) <= config.context:
-        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
@@ -325,15 +329,14 @@ def set_up(config, choices="", replicas=None):
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     if dist.get_rank() == 0:
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
     torch.manual_seed(config.seed)
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
     windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
@@ -359,9 +362,7 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
-
+class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -378,14 +379,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-def print_step(config, step, loss, grad_norm, started):
-    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:

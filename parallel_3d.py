@@ -16,17 +16,17 @@ Communication (a step of 2 x 2 x 2 ranks)
     Then the embedding's gradient, 0-4 and 0-2; norm, all ranks; step; with --zero 1 weights, 0-2
 
 Costs (bytes that a rank sends in a step of k microbatches of b sequences, along each axis)
-    tensor        8kbs((L+p-1)//p)wh(t-1)/t   four all-reduces a block
-    pipeline      min(2,p-1)kwbsh             outputs to the next stage, gradients back
-    tie           min(1,p-1)wvh               all-reduce of the embedding's gradient
-    data          2wR(d-1)/d                  all-reduce of gradients, or its halves (gloo's all-to-all)
+    tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 all-reduces a block; embedding, head, loss
+    pipeline      min(2,p-1)kwbsh                             outputs to the next stage, gradients back
+    tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient
+    data          2wR(d-1)/d                                  of gradients, or its halves (gloo: all-to-all)
 
 Run
     torchrun --nproc_per_node=4 parallel_3d.py
     torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
 
 Left out
-    A split vocabulary, sequence parallelism, other schedules, ZeRO-2 and 3, creating only a rank's weights.
+    Sequence parallelism, other schedules, ZeRO-2 and 3, creating only a rank's weights.
 """
 
 import argparse
@@ -100,28 +100,55 @@ def row_parallel(linear, mesh, x):  # (B, T, F/t) -> (B, T, D); the bias counts 
     return Pair.apply(F.linear(x, linear.weight), mesh.tp_sum, torch.detach) + linear.bias
 
 
-SPLITS = {  # (forward, dim of the weight that is split, matrices side by side in it)
-    "qkv": (column_parallel, 0, 3),
-    "proj": (row_parallel, 1, 1),
-    "up": (column_parallel, 0, 1),
-    "down": (row_parallel, 1, 1),
+def vocab_parallel(embedding, mesh, tokens):  # (B, T) -> (B, T, D); row i is rank i % t's
+    own = tokens % mesh.tp == mesh.tp_rank
+    found = F.embedding(tokens // mesh.tp * own, embedding.weight)
+    found *= own.unsqueeze(-1)
+    return Pair.apply(found, mesh.tp_sum, torch.detach)
+
+
+def parallel_loss(mesh, logits, targets):
+    """Mean cross-entropy, in fp64, of this rank's logits (B, T, V/t) and targets (B, T)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.unsqueeze(-1)
+    own = targets % mesh.tp == mesh.tp_rank
+    found = logits.gather(-1, targets // mesh.tp * own)
+    found *= own
+    of_target = Pair.apply(found, mesh.tp_sum, torch.detach)
+    shift = of_target.detach()  # so that exp() is of losses: fp64 has room for 700
+    total = logits.logsumexp(-1, True) - shift
+    total = Pair.apply(total.double().exp(), mesh.tp_sum, torch.detach)
+    return (total.log() + shift - of_target).mean()
+
+
+SPLITS = {  # (forward, dim of the weight that is split)
+    "tokens": (vocab_parallel, 0),
+    "qkv": (column_parallel, 0),
+    "proj": (row_parallel, 1),
+    "up": (column_parallel, 0),
+    "down": (row_parallel, 1),
 }
 
 
 def split_tensors(model, mesh):
-    """Keep 1/t of the layers in SPLITS. Split parameters record how in .parts."""
+    """Deal out the layers in SPLITS: tokens one by one, features D/t by D/t. In .part is what stays here."""
+    size = model.tokens.embedding_dim // mesh.tp
     for block in model.blocks:
         block.heads //= mesh.tp
-        for name, (forward, dim, parts) in SPLITS.items():
-            layer = getattr(block, name)
+    for name, layer in model.named_modules():
+        name = name.split(".")[-1]
+        if name in SPLITS:
+            forward, dim = SPLITS[name]
             layer.forward = partial(forward, layer, mesh)
             for param in layer.parameters():
                 if dim < param.dim():  # a row-parallel layer's bias stays whole
-                    param.parts = dim, parts
-                    shards = param.detach().unflatten(dim, (parts, mesh.tp, -1))
-                    own = shards.select(dim + 1, mesh.tp_rank)
-                    own = own.flatten(dim, dim + 1)
-                    param.data = own.contiguous()
+                    units = np.arange(param.shape[dim])
+                    if name != "tokens":
+                        units //= size
+                    own = np.flatnonzero(units % mesh.tp == mesh.tp_rank)
+                    part = (..., own) if dim else own
+                    param.part = param.shape, part
+                    param.data = param.detach()[part]
 
 
 def stage_of(model, mesh):
@@ -135,6 +162,7 @@ def stage_of(model, mesh):
     if mesh.is_last:
         head = nn.Linear(1, 1, bias=False)
         head.weight = model.tokens.weight
+        head.forward = partial(column_parallel, head, mesh)
         layers += [model.norm, head]
     return nn.Sequential(*layers)
 
@@ -150,7 +178,6 @@ class Bucket:
         self.mesh = mesh
         self.n_shards = mesh.dp if zero else 1
         self.size = len(params)
-        self.pending = 0  # gradients, in the last backward of a step
         flat = nn.utils.parameters_to_vector(params).detach()
         self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))
         self.flat_grad = torch.zeros_like(self.flat_param)
@@ -161,7 +188,7 @@ class Bucket:
         nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
         wide = torch.promote_types(flat.dtype, torch.float32)
         self.shard = nn.Parameter(self.own(self.flat_param).to(wide))  # in bf16 a copy
-        counts_here = hasattr(params[0], "parts") or mesh.tp_rank == 0
+        counts_here = hasattr(params[0], "part") or mesh.tp_rank == 0
         self.counts = counts_here and (zero or mesh.dp_rank == 0)  # in the norm, which counts each once
 
     def own(self, flat):
@@ -184,6 +211,8 @@ class Bucket:
             self.work = collective(self.grad, self.flat_grad, **options)
 
     def finish(self):
+        if self.pending > 0:  # tied, or a parameter got no gradient, which counts as zero
+            self.launch()
         self.work.wait()
         if len(self.grad) > len(self.shard):  # over gloo; NCCL has added up
             self.grad = self.grad.view(self.n_shards, -1).sum(0)
@@ -213,7 +242,7 @@ class Parallel3D:
         groups = {}
         for name, param in self.stage.named_parameters():
             layer = name.split(".")[0]
-            groups.setdefault((layer, hasattr(param, "parts")), []).append(param)
+            groups.setdefault((layer, hasattr(param, "part")), []).append(param)
         self.buckets = [Bucket(params, mesh, zero) for params in groups.values()]
         self.shards = [bucket.shard for bucket in self.buckets]
         self.tied = mesh.tie_group and self.buckets[0 if mesh.is_first else -1]
@@ -231,9 +260,8 @@ class Parallel3D:
         for turn in range(last_turn + 1):
             if turn < len(batches):
                 alive.append(self._forward(*batches[turn], len(batches)))
-            if turn == last_turn:
-                for bucket in self.buckets:
-                    bucket.pending = 0 if bucket is self.tied else bucket.size
+            for bucket in self.buckets:  # that wait for gradients, the tied one also for clip_grad_norm_()
+                bucket.pending = bucket.size + (bucket is self.tied) if turn == last_turn else 0
             if turn >= warmup:
                 self._backward(*alive.pop(0))
         for work in self.sends:
@@ -250,7 +278,7 @@ class Parallel3D:
             x.requires_grad_()
         output = self.stage(x)
         if mesh.is_last:
-            output = mean_loss(output, targets) / n_microbatches  # as gradients add up over microbatches
+            output = parallel_loss(mesh, output, targets) / n_microbatches  # whose gradients add up
             self.loss += output.detach()
         else:
             send = dist.isend(output.detach(), group=mesh.output_group, group_dst=mesh.pp_rank + 1)
@@ -273,7 +301,6 @@ class Parallel3D:
         """Finish the gradients' sums and clip those of the shards to max_norm. Returns the norm before."""
         if self.tied:  # both copies of the embedding, then all replicas; only then is the norm known
             dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)
-            self.tied.launch()
         squares = torch.zeros_like(self.loss)
         for bucket in self.buckets:
             bucket.finish()
@@ -288,17 +315,13 @@ class Parallel3D:
         """The plain model's state_dict, on every rank's host."""
         own = {}
         for name, param in self.params.items():
-            own[name] = param.data.clone().cpu(), getattr(param, "parts", None)
+            own[name] = param.data.clone().cpu(), getattr(param, "part", (param.shape, ...))
         states = [None] * dist.get_world_size()
         dist.all_gather_object(states, own, group=dist.new_group(backend="gloo"))
         whole = {}
-        for ranks in self.mesh.ranks[:, 0]:  # of the first replica
-            for name, (tensor, parts) in states[ranks[0]].items():
-                if parts:
-                    dim, n_parts = parts
-                    shards = [states[rank][name][0].unflatten(dim, (n_parts, -1)) for rank in ranks]
-                    tensor = torch.cat(shards, dim + 1).flatten(dim, dim + 1)
-                whole[name] = tensor
+        for state in states:
+            for name, (tensor, (shape, part)) in state.items():
+                whole.setdefault(name, tensor.new_empty(shape))[part] = tensor
         return whole
 
 
@@ -310,7 +333,7 @@ def train(config):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device, mesh.dp_rank, mesh.dp)  # the same in a replica
         loss = parallel.forward_backward(list(batches))
-        grad_norm = parallel.clip_grad_norm_(config.clip or math.inf)
+        grad_norm = parallel.clip_grad_norm_(config.clip)
         optimizer.step()
         for bucket in parallel.buckets:
             bucket.update()
@@ -326,27 +349,27 @@ def set_up_mesh(config):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     config.tp = config.tp or math.gcd(2, world_size)
     config.pp = config.pp or math.gcd(2, world_size // config.tp)
-    if config.tp < 1 or config.pp < 1 or world_size % (config.tp * config.pp):
+    if world_size % (config.tp * config.pp):
         refuse(f"--tp {config.tp} x --pp {config.pp}: must divide the {world_size} ranks")
-    config.dp = world_size // (config.tp * config.pp)
-    ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
-    choices = f" | zero {config.zero} | stages x replicas x parts:\n{ranks}"
-    device, text = set_up(config, choices, config.dp)
     if config.heads % config.tp:
         refuse(f"--heads {config.heads}: must be a multiple of --tp {config.tp}")
     if config.layers < config.pp:
         refuse(f"--layers {config.layers}: must be at least --pp {config.pp}")
+    config.dp = world_size // (config.tp * config.pp)
+    ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
+    choices = f" | zero {config.zero} | stages x replicas x parts:\n{ranks}"
+    device, text = set_up(config, choices, config.dp)
     return device, text, Mesh(ranks)
 
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
-    parser = flags()
-    parser.add_argument("--tp", type=int, help="ranks that split each layer (none: 2 if the world is even)")
-    parser.add_argument("--pp", type=int, help="stages (none: 2 if what is left is even)")
-    parser.add_argument("--zero", type=int, default=0, choices=(0, 1), help="1: shard optimizer states")
-    parser.set_defaults(accum=4)
-    config = parser.parse_args(arguments)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--tp", type=int, help="ranks that split each layer (none: 2 if the world is even)")
+    own.add_argument("--pp", type=int, help="stages (none: 2 if what is left is even)")
+    own.add_argument("--zero", type=int, default=0, help="1: shard optimizer states")
+    NUMBERS["accum"] = 4  # by default
+    config = read_flags(arguments, own, zero=(0, 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
         refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
@@ -359,55 +382,60 @@ SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
 
 
-def flags():
-    """The parser of the flags that every lesson has."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
     parser.error = refuse
-    add = parser.add_argument
-    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="overrides --size")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
-    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
-    add("--optim", default="adamw", choices=OPTIMIZERS)
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    add("--save", help="file for the state_dict")
-    return parser
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
 
 
-def refuse(problem):
-    """End this rank with exit code 2; rank 0 says in one line what to change."""
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
-def set_up(config, choices="", replicas=None):
-    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
-    for name, value in zip(SHAPE, SIZES[config.size].split()):
-        setattr(config, name, getattr(config, name) or int(value))
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
     replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
-    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    if config.save and not Path(config.save).parent.is_dir():
-        refuse(f"--save {config.save}: its folder does not exist")
-    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
-    text = bytearray().join(path.read_bytes() for path in files)
-    if len(text) <= config.context:
-        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
@@ -415,15 +443,14 @@ def set_up(config, choices="", replicas=None):
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     if dist.get_rank() == 0:
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
     torch.manual_seed(config.seed)
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
     windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
@@ -449,9 +476,7 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
-
+class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -468,14 +493,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-def print_step(config, step, loss, grad_norm, started):
-    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:

@@ -2,8 +2,8 @@
 
 Idea
     Each rank writes its 1/N of masters and moments to a file of its own; when all have confirmed, rank 0
-    publishes them with a manifest that says what is where. Until then they do not count, so a run may be
-    killed at any moment. Each of M ranks reads what its new part needs, whoever wrote it (ByteCheckpoint,
+    publishes them with a manifest of all checksums. Until then they do not count, so a run may be killed at
+    any moment. Each of M ranks reads what its new part needs, whoever wrote it (ByteCheckpoint,
     arXiv 2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
 
 Memory (bytes; P parameters, N ranks; w a weight: fp32 4, bf16 2, fp64 8; m 4, in fp64 8; c bf16 4, else 0)
@@ -30,8 +30,6 @@ Left out
 """
 
 import argparse
-import json
-import math
 import os
 import shutil
 import sys
@@ -52,74 +50,76 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def save(folder, run, keep, group, step, state):
-    """Save a matrix; `state` is this rank's 1/N of its columns. All ranks must call it."""
-    start = dist.get_rank() * state.shape[1]  # the first column of this rank
+    """Save a matrix; `state` is this rank's 1/N of its columns. All ranks must call it. False: it failed."""
     draft = folder / f"draft-{step:08}"
     path = draft / f"rank-{dist.get_rank()}.bin"
-    shard = {"file": path.name, "range": (start, start + state.shape[1])}
     try:
-        shard["checksum"] = checksum(state, start)
+        answer = checksum(state, dist.get_rank() * state.shape[1])
         draft.mkdir(exist_ok=True)
         path.write_bytes(state)
         sync(path)
     except OSError as problem:
-        shard = problem
-    shards = [None] * dist.get_world_size()
-    dist.all_gather_object(shards, shard, group=group)
-    if dist.get_rank() == 0:
-        publish(draft, {"step": step, **run, "shards": shards}, keep)
+        answer = problem
+    answers = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer, group=group)
+    return dist.get_rank() > 0 or publish(folder, step, draft, run, answers, keep)
 
 
-def publish(draft, manifest, keep):
+def publish(folder, step, draft, run, answers, keep):
     """If all ranks have written their files, rename the draft: step-* appears whole or not at all."""
-    folder = draft.parent
+    target = folder / f"step-{step:08}"
     try:
-        for shard in manifest["shards"]:
-            if isinstance(shard, OSError):
-                raise shard
-        path = draft / "manifest.json"
-        path.write_text(json.dumps(manifest))
+        for answer in answers:
+            if isinstance(answer, OSError):
+                raise answer
+        path = draft / "manifest.txt"
+        path.write_text("\n".join([target.name, *run, *map(str, answers)]))
         sync(path)
         sync(draft)
-        draft.rename(folder / f"step-{manifest['step']:08}")
+        draft.rename(target)
         sync(folder)
         for old in sorted(folder.glob("step-*"))[:-keep]:
             shutil.rmtree(old.rename(draft))  # killed here: half a draft, never half a step-*
+        return True
     except OSError as problem:
-        say(f"saving step {manifest['step']}: {problem}")
+        say(f"saving step {step}: {problem}")
         shutil.rmtree(draft, ignore_errors=True)
+        return False
 
 
-def load(folder, run, group, state):
-    """Fill this rank's state from the newest checkpoint. Returns its step; 0: there is none."""
+def load(folder, run, group, state, numel):
+    """Fill this rank's state, of numel columns in all, from the newest checkpoint. Returns its step, or 0."""
     folder.mkdir(parents=True, exist_ok=True)
-    if dist.get_rank() == 0:
-        for draft in folder.glob("draft-*"):
-            shutil.rmtree(draft)  # a killed run left it
-    newest = [max(folder.glob("step-*"), default=None)]
-    dist.broadcast_object_list(newest, group=group)  # what rank 0 sees
-    if not newest[0]:
+    for draft in folder.glob("draft-*"):
+        shutil.rmtree(draft, ignore_errors=True)  # a killed run left it
+    found = [max(folder.glob("step-*"), default=None)]
+    dist.broadcast_object_list(found, group=group)  # what rank 0 sees
+    newest = found[0]
+    if not newest:
         return 0
-    manifest = json.loads((newest[0] / "manifest.json").read_text())
-    for key, value in run.items():
-        if manifest.get(key) != value:
-            raise ValueError(f"was saved with {key} {manifest.get(key)}, not {value}")
-    for shard in manifest["shards"]:
-        path = newest[0] / shard["file"]
-        total = torch.tensor(read(path, *shard["range"], state))
+    path = newest / "manifest.txt"
+    lines = path.read_text(errors="replace").split("\n")
+    for line, ours in zip(lines, [newest.name, *run]):
+        if line != ours:
+            raise ValueError(f"{path} has {line!r}, not {ours!r}; remove {path.parent}, or use its flags")
+    checksums = lines[1 + len(run) :] or ["none"]
+    width = -(-numel // len(checksums))  # columns of a shard: together they have all
+    for i, expected in enumerate(checksums):
+        path = newest / f"rank-{i}.bin"
+        total = torch.tensor(read(path, i * width, width, state))
         dist.all_reduce(total, group=group)  # over all ranks: each column once, but for padding, zeros
-        if total != shard["checksum"]:
-            raise ValueError(f"{path} is missing or damaged; remove {path.parent} to use an older one")
-    return manifest["step"]
+        if f"{total}" != expected:
+            raise ValueError(f"{path} is not as manifest.txt says; remove {path.parent} to use an older one")
+    return int(newest.name.removeprefix("step-"))
 
 
-def read(path, start, end, state):
+def read(path, start, width, state):
     """Copy the columns that are in this file and in this rank's state. Returns their checksum."""
     own_start = dist.get_rank() * state.shape[1]
     first = max(start, own_start)
-    last = max(first, min(end, own_start + state.shape[1]))
+    last = max(first, min(start + width, own_start + state.shape[1]))
     try:
-        saved = np.memmap(path, f"f{state.itemsize}", "c", shape=(len(state), end - start))
+        saved = np.memmap(path, f"f{state.itemsize}", "c", shape=(len(state), width))
     except (OSError, ValueError):
         return 0  # missing or too short, so that the checksum will be wrong
     part = saved[:, first - start : last - start]
@@ -151,7 +151,8 @@ class ShardedOptimizer:
 
     def __init__(self, params, optimizer_class, **options):
         self.params = params
-        self.padding = params[0].new_zeros(-sum(map(torch.numel, params)) % dist.get_world_size())
+        self.numel = sum(map(torch.numel, params))
+        self.padding = params[0].new_zeros(-self.numel % dist.get_world_size())
         self.flat_param = parameters_to_vector([*params, self.padding]).detach()
         vector_to_parameters(self.flat_param, params)  # which are now parts of it
         self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]
@@ -182,20 +183,19 @@ class ShardedOptimizer:
 
 
 def go_on(config, sharded):
-    """Load the newest checkpoint. Returns the function that saves, and where to copy the state for it."""
-    if config.every < 1 or config.keep < 1:
-        refuse(f"--every {config.every}, --keep {config.keep}: must be 1 or more")
-    run = {"format": 1}
+    """Load the newest checkpoint. Returns what starts to save, and where to copy the state for it."""
+    run = ["format 2"]
     for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
-        run[name] = getattr(config, name)
+        run.append(f"{name} {getattr(config, name)}")
     group = dist.new_group(backend="gloo")  # for the thread that saves
     try:
-        sharded.steps.fill_(load(config.checkpoint, run, group, sharded.state))
+        steps = load(config.checkpoint, run, group, sharded.state, sharded.numel)
+        sharded.steps.fill_(steps)
     except (OSError, ValueError) as problem:
         refuse(f"--checkpoint {config.checkpoint}: {problem}")
     sharded.unshard()
     snapshot = torch.empty_like(sharded.state, device="cpu", pin_memory=sharded.state.is_cuda)
-    return partial(save, config.checkpoint, run, config.keep, group), snapshot
+    return partial(ThreadPoolExecutor(1).submit, save, config.checkpoint, run, config.keep, group), snapshot
 
 
 def train(config):
@@ -205,42 +205,42 @@ def train(config):
     world_size = dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
     sharded = ShardedOptimizer(list(model.parameters()), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
-    thread = ThreadPoolExecutor(1)
-    saving = thread.submit(int)  # nothing yet
+    saving = ThreadPoolExecutor(1).submit(bool, True)  # nothing yet
     if config.checkpoint:
-        write, snapshot = go_on(config, sharded)
+        start_save, snapshot = go_on(config, sharded)
     for step in range(int(sharded.steps) + 1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
         for inputs, targets in microbatches(config, text, step, device, rank, world_size):
-            # Gradients add up over microbatches and ranks: divide to get the batch's mean.
             microloss = mean_loss(model(inputs), targets) / config.accum / world_size
-            microloss.backward()
+            microloss.backward()  # gradients add up over microbatches and ranks: hence the divisions
             loss += microloss.detach()
-        grad_norm = sharded.step(config.clip or math.inf)
+        grad_norm = sharded.step(config.clip)
         model.zero_grad()
         dist.all_reduce(loss)
         if config.checkpoint and step % config.every == 0:
             if not saving.done():
                 say(f"step {step} waits for the save before it; raise --every")
             saving.result()
-            saving = thread.submit(write, step, snapshot.copy_(sharded.state).numpy())
+            saving = start_save(step, snapshot.copy_(sharded.state).numpy())
         if config.no_overlap or step == config.steps:
             saving.result()
         print_step(config, step, loss, grad_norm, started)
     if config.save and rank == 0:
         torch.save(model.state_dict(), config.save)
+    if not saving.result():
+        refuse(f"--checkpoint {config.checkpoint}: the last save failed; make room, and run it again")
 
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
-    parser = flags()
-    add = parser.add_argument
+    own = argparse.ArgumentParser(add_help=False)
+    add = own.add_argument
     add("--checkpoint", type=Path, help="folder for checkpoints; training goes on from the newest")
     add("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
     add("--keep", type=int, default=2, help="checkpoints to keep")
     add("--no-overlap", action="store_true", help="training waits until a checkpoint is written")
-    return parser.parse_args(arguments)
+    return read_flags(arguments, own)
 
 
 # ==== toy model: the same lines in every lesson ====
@@ -249,55 +249,60 @@ SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
 
 
-def flags():
-    """The parser of the flags that every lesson has."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
     parser.error = refuse
-    add = parser.add_argument
-    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="overrides --size")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
-    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
-    add("--optim", default="adamw", choices=OPTIMIZERS)
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    add("--save", help="file for the state_dict")
-    return parser
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
 
 
-def refuse(problem):
-    """End this rank with exit code 2; rank 0 says in one line what to change."""
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
-def set_up(config, choices="", replicas=None):
-    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
-    for name, value in zip(SHAPE, SIZES[config.size].split()):
-        setattr(config, name, getattr(config, name) or int(value))
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
     replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
-    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    if config.save and not Path(config.save).parent.is_dir():
-        refuse(f"--save {config.save}: its folder does not exist")
-    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
-    text = bytearray().join(path.read_bytes() for path in files)
-    if len(text) <= config.context:
-        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
@@ -305,15 +310,14 @@ def set_up(config, choices="", replicas=None):
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     if dist.get_rank() == 0:
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
     torch.manual_seed(config.seed)
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
     windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
@@ -339,9 +343,7 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
-
+class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -358,14 +360,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-def print_step(config, step, loss, grad_norm, started):
-    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:

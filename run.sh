@@ -2,6 +2,7 @@
 # ./run.sh                 run every lesson on real text and hold each against single.py, in one table
 # ./run.sh ddp ...         only these
 # ./run.sh test [...]      the tests (what follows goes to pytest)
+# ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd
 # ./run.sh lint            ruff
 # ./run.sh site            the lessons as pages, in docs/site
 # ./run.sh gpu             for whoever has GPUs: half an hour, docs/results/gpu.md (--rehearse: on a CPU, toy sizes)
@@ -34,6 +35,10 @@ test)
     shift
     set_up requirements-dev.txt "torch numpy pytest hypothesis matplotlib jinja2 markdown pygments playwright"
     exec "$python" -m pytest "$@"
+    ;;
+fuzz)
+    set_up requirements-dev.txt "torch numpy pytest hypothesis"
+    FUZZ="${2:-$RANDOM} ${3:-200}" exec "$python" -m pytest --durations=0 -sq tests/test_fuzz.py
     ;;
 lint)
     set_up requirements-dev.txt "ruff"

@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
-    gradients     max(w(P/N+E+(2+g)U), mP/N)   m max(w, 4); g 1 over gloo (its receive buffer), else 0
+    gradients     mP/N + w(E+(2+g)U)           m max(w, 4); g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
@@ -24,12 +24,11 @@ Run
     torchrun --nproc_per_node=8 zero2.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameter groups in a unit, nested units, optimizers that are not elementwise, several dtypes, parameters
-    that only some ranks use.
+    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
+    cast or replaced once wrapped.
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -52,63 +51,65 @@ class ZeRO2(nn.Module):
     """Shards a module's gradients and optimizer states over the ranks of `group` (ZeRO, section 5.2).
 
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, form one more. All leave the module: zero.parameters() are this rank's shards, fp32 if the module
-    is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    A step: forwards and backwards; clip_grad_norm_(), which sets the shards' .grad; optimizer.step().
+    share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
+    the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
+    After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
+    other shards, each with its `kind`, which an optimizer's groups may need.
     """
 
     def __init__(self, module, unit_class, group=None):
         super().__init__()
         self.module = module
         self.group = group
-        self.world_size = dist.get_world_size(group)
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group_src=0, group=group)
         self.units = []
-        self.reducing = None  # the unit whose reduce-scatter was the last to start
-        for submodule, params in find_units(module, unit_class).items():
+        for (submodule, kind, _), params in find_units(module, unit_class):
             unit = Unit(module, params, group)
+            unit.shard.kind = kind
             submodule.register_forward_pre_hook(unit.wait_for_unshard, prepend=True)
             for weight in unit.weights:
                 weight.register_post_accumulate_grad_hook(partial(self._gradient_landed, unit))
             self.units.append(unit)
+        self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
+        module.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def _begin_forward(self, *_):
         for unit in self.units:
             unit.unshard()
-        return self.module(*args, **kwargs)
 
     def _gradient_landed(self, unit, weight):
         unit.collect(weight)
         unit.pending.discard(weight)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if not unit.pending:
-            self._reduce(unit)
-
-    def _reduce(self, unit):
-        """Start to reduce-scatter the unit's gradients, once the reduce-scatter before has finished."""
-        if self.reducing:
             self.reducing.finish_reduce()
-        self.reducing = unit
-        unit.start_reduce()
+            self.reducing = unit
+            unit.start_reduce()
+
+    def _end_backward(self):
+        """Reduce what is left. Weights without a gradient count as zero."""
+        for unit in self.units:
+            if unit.unreduced:
+                unit.start_reduce()
+            unit.finish_reduce()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Set the shards' .grad: the ranks' mean, scaled to a norm of max_norm at most. Returns the norm."""
-        squares = 0
-        for unit in self.units:
-            if len(unit.pending) < len(unit.weights):
-                self._reduce(unit)  # some weights got no gradient, which counts as zero
-            unit.finish_reduce()
-            assert unit.grad_shard is not None, "a unit got no gradient in this step"
-            unit.shard.grad = unit.grad_shard.to(unit.shard.dtype)
-            unit.grad_shard = None
-            unit.stale = True  # the step will change the shard
-            squares += unit.shard.grad.square().sum().double()
-        dist.all_reduce(squares, group=self.group)
-        norm = squares.sqrt() / self.world_size  # ranks' gradients were added up, and we want their mean
+        """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
+        squares = self.shards[0].new_zeros(()).double()
         for shard in self.shards:
-            shard.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1) / self.world_size)
+            if shard.grad is not None:
+                squares += shard.grad.square().sum()
+        dist.all_reduce(squares, group=self.group)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
+        for unit in self.units:
+            unit.version = None  # the step will change the shard
         return norm
 
     def full_state_dict(self):
@@ -128,16 +129,15 @@ class Unit:
 
     def __init__(self, module, params, group):
         self.group = group
-        world_size = dist.get_world_size(group)
+        self.world_size = dist.get_world_size(group)
         flat = nn.utils.parameters_to_vector(params).detach()
-        padding = -len(flat) % world_size
+        padding = -len(flat) % self.world_size
         self.shapes = [param.shape for param in params]
         self.sizes = [*(shape.numel() for shape in self.shapes), padding]
         self.flat_param = F.pad(flat, (0, padding))
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(world_size)[dist.get_rank(group)]  # this rank's part
-        self.grad_shard = None
-        self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32)))
+        self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
+        self.shard = nn.Parameter(self.own.data.to(torch.promote_types(flat.dtype, torch.float32)))
         self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
         self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
         self.flat_grad.untyped_storage().resize_(0)
@@ -149,7 +149,8 @@ class Unit:
                     submodule.register_buffer(name, weight_of[param])
         self.pending = set(self.weights)  # whose gradients have not landed
         self.all_gather_work = self.reduce_work = None
-        self.stale = False
+        self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
+        self.version = self.shard._version
 
     def views(self, flat):
         """Parts of a flat vector, in the parameters' shapes."""
@@ -158,8 +159,8 @@ class Unit:
     @torch.no_grad()
     def unshard(self):
         """Start to all-gather the weights, if an optimizer's step has changed the shards."""
-        if self.stale:
-            self.stale = False
+        if self.version != self.shard._version:
+            self.version = self.shard._version
             self.own.copy_(self.shard)
             self.all_gather_work = all_gather(self.flat_param, self.own, group=self.group, async_op=True)
 
@@ -174,12 +175,14 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
+        self.unreduced = True
         self.grad_views[weight].add_(weight.grad)
         weight.grad = None  # freed
 
     def start_reduce(self):
         """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
         self.pending = set(self.weights)
+        self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
         self.received = torch.empty_like(self.flat_grad if gloo else self.own)
@@ -191,25 +194,27 @@ class Unit:
             self.reduce_work.wait()
             self.reduce_work = None
             # Over gloo N rows have been received, else one.
-            shard = self.received.view(-1, len(self.own)).sum(0)
-            self.grad_shard = shard if self.grad_shard is None else self.grad_shard + shard
+            if self.shard.grad is None:
+                self.shard.grad = torch.zeros_like(self.shard)
+            for gradient in self.received.view(-1, len(self.own)):
+                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
 
 
 def find_units(module, unit_class):
-    """{submodule: its trainable parameters}; `module` gets those in no unit or in several."""
-    users = {}
+    """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
+    homes = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                users.setdefault(param, []).append(submodule)
+                homes[param] = module if param in homes else submodule
     units = {}
     for param in module.parameters():
         if param.requires_grad:
-            home = users[param][0] if len(users.get(param, ())) == 1 else module
-            units.setdefault(home, []).append(param)
-    return units
+            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
+            units.setdefault(key, []).append(param)
+    return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
 
 
 def train(config):
@@ -227,7 +232,7 @@ def train(config):
             microloss = mean_loss(zero(inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
-        grad_norm = zero.clip_grad_norm_(config.clip or math.inf)
+        grad_norm = zero.clip_grad_norm_(config.clip)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss)
@@ -240,7 +245,7 @@ def train(config):
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
-    return flags().parse_args(arguments)
+    return read_flags(arguments)
 
 
 # ==== toy model: the same lines in every lesson ====
@@ -249,55 +254,60 @@ SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
 
 
-def flags():
-    """The parser of the flags that every lesson has."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
     parser.error = refuse
-    add = parser.add_argument
-    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="overrides --size")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
-    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
-    add("--optim", default="adamw", choices=OPTIMIZERS)
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    add("--save", help="file for the state_dict")
-    return parser
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
 
 
-def refuse(problem):
-    """End this rank with exit code 2; rank 0 says in one line what to change."""
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
-def set_up(config, choices="", replicas=None):
-    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
-    for name, value in zip(SHAPE, SIZES[config.size].split()):
-        setattr(config, name, getattr(config, name) or int(value))
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
     replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
-    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    if config.save and not Path(config.save).parent.is_dir():
-        refuse(f"--save {config.save}: its folder does not exist")
-    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
-    text = bytearray().join(path.read_bytes() for path in files)
-    if len(text) <= config.context:
-        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
@@ -305,15 +315,14 @@ def set_up(config, choices="", replicas=None):
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     if dist.get_rank() == 0:
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
     torch.manual_seed(config.seed)
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
     windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
@@ -339,9 +348,7 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
-
+class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -358,14 +365,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-def print_step(config, step, loss, grad_norm, started):
-    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    gradients     wR+cG       G, 2^24 at most, are in fp32 at a time
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
     Activations of the microbatches in flight, from forward to W: min(k, N-i) in 1f1b, min(k, N) in zb-h1,
     min(k, 2N-1) in zb-h2. From B to W, what linear layers were given, and the gradients of their outputs.
@@ -124,7 +124,6 @@ class DeferredLinear(torch.autograd.Function):
 
 class Pipeline(nn.Module):
     """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
-
     layers: modules, each called with the output of the one before: between stages one tensor, of one shape.
     ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's.
     """
@@ -156,7 +155,7 @@ class Pipeline(nn.Module):
             if self.rank not in ranks:
                 param.untyped_storage().resize_(0)
         self.groups = {op: dist.new_group() for op in "FB"}  # NCCL runs a group's messages in turn
-        self.like = [None]  # a meta tensor like all messages
+        self.like = [None, None]  # the shape and dtype of all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
         self.ahead = 0  # step 1 posts none early: the first message of two ranks on NCCL waits for both
@@ -196,7 +195,9 @@ class Pipeline(nn.Module):
         while self.sent:
             self.sent.popleft().wait()
         for param, group in self.ties.items():
-            if param.grad is not None:
+            if param.requires_grad and self.rank in self.ranks_of[param]:
+                if param.grad is None:  # it counts as zero
+                    param.grad = torch.zeros_like(param)
                 dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
         self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
@@ -206,16 +207,19 @@ class Pipeline(nn.Module):
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
-            buffer = torch.empty_like(self.like[0], device=self.loss.device)
+            buffer = torch.empty(self.like[0], dtype=self.like[1], device=self.loss.device)
             self.posted.append((dist.irecv(buffer, stage - NEXT[op], self.groups[op]), buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
 
     def _send(self, op, stage, tensor):
-        if self.like[0] is None:  # rank 0's first output tells all ranks the shape
-            self.like[0] = tensor.to("meta")
+        form = [tensor.shape, tensor.dtype]
+        if self.like[0] is None:  # rank 0's first output tells all ranks
+            self.like = form
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
+        if form != self.like:
+            raise ValueError(f"messages must be alike: stage {stage} gets {form}, the first was {self.like}")
         self.sent.append(dist.isend(tensor.contiguous(), stage, self.groups[op]))
         if len(self.sent) > AHEAD:
             self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
@@ -239,39 +243,35 @@ class Pipeline(nn.Module):
             dist.broadcast(param.detach(), min(ranks))
 
 
-def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
-    return x + positions.weight[: x.shape[1]]
-
-
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
         for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+            masters = [nn.Parameter(param.float()) for param in group]
+            self.groups.append((group, masters, optimizer_class(masters, **options)))
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
+        for params, masters, optimizer in self.groups:
+            for param, master in zip(params, masters):
+                if param.grad is not None:
+                    master.grad = param.grad.float()
             optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+            optimizer.zero_grad()
+            torch._foreach_copy_(params, masters)
 
 
 def train(config):
     """Train with these flags."""
+    schedule = build_schedule(config.schedule, int(os.environ.get("WORLD_SIZE", 1)), config.accum)
+    if len(schedule) > config.layers + 4:
+        refuse(f"--layers {config.layers}: too few for {len(schedule)} ranks")
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
-    model.positions.forward = partial(add_positions, model.positions)
+    model.positions.forward = lambda x: x + model.positions.weight[: x.shape[1]]  # (B, T, D) -> (B, T, D)
     layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
-    schedule = build_schedule(config.schedule, dist.get_world_size(), config.accum)
-    if len(schedule) > len(layers):
-        refuse(f"--layers {config.layers}: too few for {len(schedule)} ranks")
     pipe = Pipeline(layers, split_layers(layers, len(schedule)), mean_loss, schedule)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
@@ -281,7 +281,7 @@ def train(config):
         started = time.perf_counter()
         inputs, targets = zip(*microbatches(config, text, step, device))
         loss = pipe.step(inputs, targets)
-        grad_norm = pipe.clip_grad_norm_(config.clip or math.inf)
+        grad_norm = pipe.clip_grad_norm_(config.clip)
         optimizer.step()
         pipe.zero_grad()
         print_step(config, step, loss, grad_norm, started)
@@ -293,10 +293,10 @@ def train(config):
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
-    parser = flags()
-    parser.add_argument("--schedule", default="zb-h1", choices=("1f1b", "zb-h1", "zb-h2"))
-    parser.set_defaults(accum=4)
-    config = parser.parse_args(arguments)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--schedule", default="zb-h1", choices=("1f1b", "zb-h1", "zb-h2"))
+    NUMBERS["accum"] = 4  # by default
+    config = read_flags(arguments, own)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
         refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
@@ -309,55 +309,60 @@ SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
 
 
-def flags():
-    """The parser of the flags that every lesson has."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
     parser.error = refuse
-    add = parser.add_argument
-    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="overrides --size")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
-    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
-    add("--optim", default="adamw", choices=OPTIMIZERS)
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    add("--save", help="file for the state_dict")
-    return parser
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
 
 
-def refuse(problem):
-    """End this rank with exit code 2; rank 0 says in one line what to change."""
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
-def set_up(config, choices="", replicas=None):
-    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
-    for name, value in zip(SHAPE, SIZES[config.size].split()):
-        setattr(config, name, getattr(config, name) or int(value))
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
     replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
-    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    if config.save and not Path(config.save).parent.is_dir():
-        refuse(f"--save {config.save}: its folder does not exist")
-    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
-    text = bytearray().join(path.read_bytes() for path in files)
-    if len(text) <= config.context:
-        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
@@ -365,15 +370,14 @@ def set_up(config, choices="", replicas=None):
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     if dist.get_rank() == 0:
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
     torch.manual_seed(config.seed)
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
     windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
@@ -399,9 +403,7 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
-
+class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -418,14 +420,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-def print_step(config, step, loss, grad_norm, started):
-    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:

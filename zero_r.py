@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
     parameters     (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients      wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    gradients      wP+cG       G, 2^24 at most, are in fp32 at a time
     optimizer      KP          K the moments: AdamW 8, in fp64 16; SGD 0
     activations    wbs(h(L/N+2)+2)+mbsv    when backward begins; m max(w, 4); wbshL/N can be on the host
     In backward 17wbsh more: 15 of a block, its input, the next one's. No buffer grows with the model (C_B).
@@ -31,7 +31,6 @@ Left out
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -181,18 +180,18 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
         for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+            masters = [nn.Parameter(param.float()) for param in group]
+            self.groups.append((group, masters, optimizer_class(masters, **options)))
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
+        for params, masters, optimizer in self.groups:
+            for param, master in zip(params, masters):
+                if param.grad is not None:
+                    master.grad = param.grad.float()
             optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+            optimizer.zero_grad()
+            torch._foreach_copy_(params, masters)
 
 
 @torch.no_grad()
@@ -223,7 +222,7 @@ def train(config):
             microloss = mean_loss(model(inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        grad_norm = clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         model.zero_grad()
         print_step(config, step, loss, grad_norm, started)
@@ -233,9 +232,9 @@ def train(config):
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
-    parser = flags()
-    parser.add_argument("--policy", default="partitioned", choices=["partitioned", "offload"])
-    return parser.parse_args(arguments)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--policy", default="partitioned", choices=["partitioned", "offload"])
+    return read_flags(arguments, own)
 
 
 # ==== toy model: the same lines in every lesson ====
@@ -244,55 +243,60 @@ SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
 
 
-def flags():
-    """The parser of the flags that every lesson has."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
     parser.error = refuse
-    add = parser.add_argument
-    add("--size", default="toy", choices=SIZES, help="layers, heads, width, context and vocab together")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
     for name in SHAPE:
-        add(f"--{name}", type=int, help="overrides --size")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=16, help="sequences in the global batch of a step")
-    add("--accum", type=int, default=1, help="microbatches that a rank accumulates in a step")
-    add("--optim", default="adamw", choices=OPTIMIZERS)
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest global gradient norm (inf: any)")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="fp32", choices=DTYPES, help="bf16 has fp32 masters")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    add("--save", help="file for the state_dict")
-    return parser
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
 
 
-def refuse(problem):
-    """End this rank with exit code 2; rank 0 says in one line what to change."""
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
-def set_up(config, choices="", replicas=None):
-    """Check the flags and join torchrun's world, or a world of one. Returns the device and the text."""
-    for name, value in zip(SHAPE, SIZES[config.size].split()):
-        setattr(config, name, getattr(config, name) or int(value))
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
     replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
-    if config.accum < 1 or config.batch < 1 or config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of {replicas} ranks x --accum {config.accum}")
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    if config.save and not Path(config.save).parent.is_dir():
-        refuse(f"--save {config.save}: its folder does not exist")
-    files = sorted(path for path in [Path(config.data), *Path(config.data).rglob("*")] if path.is_file())
-    text = bytearray().join(path.read_bytes() for path in files)
-    if len(text) <= config.context:
-        refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
@@ -300,15 +304,14 @@ def set_up(config, choices="", replicas=None):
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     if dist.get_rank() == 0:
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
     torch.manual_seed(config.seed)
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):
-    """This rank's (inputs, targets) of a step's global batch, int64 (batch / replicas / accum, T) each."""
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
     windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
@@ -334,9 +337,7 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Logits (B, T, V) of tokens (B, T). The head is the embedding."""
-
+class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -353,14 +354,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):
-    """Mean cross-entropy of logits (B, T, V) and targets (B, T), in fp32 or fp64."""
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-def print_step(config, step, loss, grad_norm, started):
-    """Print a step on rank 0. Each .item() waits for the device: once a step, at its end."""
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:

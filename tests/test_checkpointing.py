@@ -106,7 +106,7 @@ def run_of(name, flags, kernel="flash", checkpoint=None):
     models, gpt = [], lesson.GPT
     lesson.GPT = lambda config: models.append(gpt(config)) or models[0]
     gpt.zero_grad = lambda model: None
-    config = lesson.parse(f"{TINY} --steps 1 --batch 6 --optim sgd --clip 0 {flags}".split())
+    config = lesson.parse(f"{TINY} --steps 1 --batch 6 --optim sgd --clip inf {flags}".split())
     with sdpa_kernel(KERNELS[kernel]), FlopCounterMode(display=False) as counter:
         watch, _ = ledger.run(lesson, config)
     held = watch.held()
@@ -202,32 +202,16 @@ def check_pairs(name):
 
 
 @on_ranks(1)
-def check_streams(name):
-    """What the streams of a GPU (here another device) are asked to do."""
-    lesson = load(name)
-    lesson.all_gather = mock.Mock()
-    store = lesson.Partitioned(torch.device("meta"), offload=True)
-    streams = mock.Mock(beside=mock.MagicMock())
-    store.stream = streams.side
-    streams.empty.side_effect = torch.empty_like
-    with (
-        mock.patch.multiple(torch.cuda, stream=streams.beside, current_stream=lambda device: "computation"),
-        mock.patch.multiple(torch.Tensor, record_stream=streams.record, copy_=streams.copy),
-        mock.patch.object(torch, "empty_like", streams.empty),
-    ):
-        stored = store.put(torch.ones(4, device="meta"))
-        assert stored[0].device.type == "cpu", "not on the host"
-        assert store.fetch(*stored)[0].device.type == "meta", "not brought back"
-    calls = [name.split(".")[-1] for name, _, _ in streams.mock_calls]
-    beside = ["wait_stream", "beside", "__enter__"]
-    expected = [*beside, "empty", "copy", "__exit__", "record", *beside, "__exit__"]
-    assert calls == expected, f"other calls: {calls}"
+def check_host(name):  # the rest of what a GPU is asked to do is in test_nccl.py
+    store = load(name).Partitioned(torch.device("meta"), offload=True)
+    with mock.patch.object(torch.Tensor, "copy_"):  # of a tensor without data
+        assert store.put(torch.ones(4, device="meta"))[0].device.type == "cpu", "not on the host"
 
 
 offloaded = partial(check_events, offload=True)
 test_each_promise_is_kept = holds(("checkpointing", "zero_r"), check_gradients, check_misuse)
 test_policies_keep_and_recompute_what_they_say = holds("checkpointing", check_beside_torch, check_kept)
-test_checkpoints_are_elsewhere = holds("zero_r", check_events, offloaded, check_pairs, check_streams)
+test_checkpoints_are_elsewhere = holds("zero_r", check_events, offloaded, check_pairs, check_host)
 MUTANTS = [
     ("_states(self.random_states)", "_states()", check_gradients, "gradients differ"),
     ("        swap_random_states(before)\n", "", check_gradients, "gradients differ"),
@@ -253,10 +237,8 @@ MUTANTS = [
     ("store.last = weakref.ref(self)", "store.last = lambda: self", check_events, "outlives"),
     ("torch.empty_like(own, **self.where)", "own", check_events, "not 1/N"),
     ("        work.wait()\n", "", check_pairs, "another gradient"),
-    ('{"device": "cpu", ', '{"device": device, ', check_streams, "not on the host"),
+    ('{"device": "cpu", ', '{"device": device, ', check_host, "not on the host"),
     ("dist.get_rank(self.group)]", "0]", check_gradients, "gradients differ"),
     (".requires_grad_(requires_grad)", ".requires_grad_()", check_gradients, "gradients differ"),
-    ("self.stream.wait_stream(", "str(", check_streams, "other calls"),
-    ("own.record_stream(self.stream)", "pass", check_streams, "other calls"),
 ]  # fmt: skip
 test_a_mutant_of_zero_r_is_rejected = mutants(MUTANTS, "zero_r")

@@ -15,15 +15,13 @@ from tests.harness import ROOT, TINY, apart, holds, load, mutants, on_ranks
 from tests.streams import Streams
 
 LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
-
-
-RING = {"kind": "ring", "order": "zigzag", "heads": (6, 2, 2)}
+RING = {"kind": "ring", "order": "zigzag", "heads": (6, 2, 2), "is_causal": True}
 
 
 @on_ranks(3)
 def check_attention(name, scale=1, dtype=torch.float64, limit=1e-12, **how):
     """Output and gradients of q, k, v are those on one device."""
-    kind, order, heads = (RING | how).values()
+    kind, order, heads, is_causal = (RING | how).values()
     lesson, size = load(name), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     whole = [scale * torch.randn(2, number, 12 * size, 5, generator=generator) for number in heads]
@@ -31,15 +29,17 @@ def check_attention(name, scale=1, dtype=torch.float64, limit=1e-12, **how):
     with pytest.raises(ValueError, match="tokens: must be a multiple of 2 x"):
         lesson.shard_sequence(whole[0][:, :, 1:], 2)
     whole = [x.requires_grad_() for x in whole]
-    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(*whole, is_causal=is_causal, enable_gqa=True)
     given = torch.randn(out.shape, generator=generator).to(dtype).double()
     expected = [out, *torch.autograd.grad(out, whole, given)]
     own = [lesson.shard_sequence(x.detach().to(dtype), 2, order).requires_grad_() for x in whole]
-    run = lesson.ring_attention if kind == "ring" else lesson.ulysses_attention
+    run = partial(lesson.ring_attention, order=order) if kind == "ring" else lesson.ulysses_attention
+    with pytest.raises(TypeError, match="positional"):
+        run(*own, torch.ones(4, 4))  # a mask is not ignored
     if kind == "ulysses" and size > 1:
         with pytest.raises(ValueError, match="1 key heads: must be a multiple of the ranks"):
             lesson.ulysses_attention(*(x[:, :1] for x in own))
-    out = run(*own, order=order) if kind == "ring" else run(*own)
+    out = run(*own, is_causal=True) if is_causal else run(*own)  # as torch's function
     grads = torch.autograd.grad(out, own, lesson.shard_sequence(given.to(dtype), 2, order))
     assert all(x.dtype == dtype for x in (out, *grads)), "another dtype"
     expected = [lesson.shard_sequence(x.detach(), 2, order) for x in expected]
@@ -53,9 +53,10 @@ WAYS = [("ring", "zigzag"), ("ring", "contiguous"), ("ulysses", "contiguous")]
 
 @pytest.mark.parametrize("kind, order", WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_attention_is_that_of_one_device(size, kind, order):
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_is_that_of_one_device(size, is_causal, kind, order):
     heads = (6, 2, 2) if kind == "ring" else (4 * size, 2 * size, 2 * size)
-    check_attention("context_parallel", kind=kind, order=order, heads=heads, size=size)
+    check_attention("context_parallel", size=size, kind=kind, order=order, heads=heads, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("kind, order", WAYS)
@@ -81,7 +82,7 @@ def work_of(name, size, order):
     steps = [[0] * size for _ in range(size)]
     for i, rank in itertools.product(range(size), repeat=2):
         with mock.patch.object(dist, "get_rank", lambda *_, rank=rank: rank):
-            for rows, columns in lesson.visible(i, 2, None, order):
+            for rows, columns in lesson.visible(i, 2, None, order, True):
                 steps[i][rank] = len(x[rows]) * len(x[columns]) / (2 if i == 0 else 1)
     return steps
 
@@ -133,9 +134,8 @@ class Kernels(Streams):
             assert length == k.shape[2] or not given.get("is_causal"), "a causal mask that is not square"
             if lse is not None:
                 assert lse.is_contiguous() and lse.dtype == torch.float32, "a log-sum-exp of another form"
-                assert (
-                    given["out"].dtype == given["grad_out_" if "eff" in name else "grad_out"].dtype == q.dtype
-                )
+                grad = given.get("grad_out", given.get("grad_out_"))
+                assert given["out"].dtype == grad.dtype == q.dtype
                 asked = -(-length // 32) * 32 if "efficient" in name else length
                 assert lse.shape[2] == asked, f"a log-sum-exp of {lse.shape[2]} rows, not {asked}"
         return super().on_gpu(function, args, kwargs)
@@ -170,6 +170,7 @@ def test_a_ring_that_gpus_cannot_run_is_refused(flags, backend, capsys):
 
 
 check_ulysses = partial(check_attention, size=2, kind="ulysses", order="contiguous", heads=(8, 4, 4))
+check_open = partial(check_attention, is_causal=False)
 check_mesh = partial(check_parity, size=4, flags=f"--accum 3 {LONG}", own_flags="--cp 2")
 CHECKS = check_rounding, check_balance, check_overlap, check_gpus
 test_each_promise_is_kept = holds("context_parallel", *CHECKS)
@@ -184,6 +185,8 @@ MUTANTS = [
     ("own(targets, 1)", "own(targets, 1).roll(1, 1)", check_mesh, "losses differ"),
     ("received.unbind(), join", "received.unbind()[::-1], join", check_ulysses, "output differs"),
     ("flat_grad /= dist.get_world_size()", "flat_grad /= 2", check_mesh, "differ"),
+    ("    if not is_causal:", "    if False:", check_open, "output differs"),
+    ("is_causal = ctx.mask", "_ = ctx.mask\n        is_causal = True", check_open, "dQ differs"),
     ("if not q.is_cuda:\n        out", "if True:\n        out", check_gpus, "other kernels"),
     ("q, k, v, None, True, 0.0, is_causal", "q, k, v, None, True, 0.0", check_gpus, "other kernels"),
     ("(0, -q.shape[2] % 32)", "(0, 0)", check_gpus, "rows, not 32"),

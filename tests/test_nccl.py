@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import nccl_order
-from tests.harness import FORK, ROOT, TINY, mutants
+from tests.harness import FORK, ROOT, TINY, holds, mutants
 from tests.streams import Streams
 
 # Flags of its own that each lesson is run with, beside none.
@@ -27,7 +27,7 @@ OWN = {
     "tensor_parallel": (),
     "sequence_parallel": (),
     "context_parallel": ("--order contiguous", "--kind ulysses", "--cp 1"),
-    "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1"),
+    "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --balance bias"),
     "pipeline": ("--schedule naive", "--schedule gpipe"),
     "zero_bubble": ("--schedule 1f1b", "--schedule zb-h2"),
     "parallel_3d": ("--zero 1", "--tp 1 --pp 2", "--tp 1 --pp 1"),
@@ -85,6 +85,23 @@ def on_gpu(path, size, rank, accum, flags):
 def check_gpu(path, size=2, rank=1, accum=1, flags=""):
     """A rank keeps what pretend.py and streams.py hold."""
     pool().submit(on_gpu, path, size, rank, accum, flags).result()
+
+
+def dropped(path):
+    """zero_r.py in no_grad(): a checkpoint's memory is free while it is still being written."""
+
+    def forward(lesson, config):
+        device, _ = lesson.set_up(config)
+        x, store = torch.ones(96, device=device), lesson.Partitioned(device)
+        with torch.no_grad():
+            for _ in range(2):
+                x = lesson.checkpoint(torch.sin, x, store=store)
+
+    Streams((ROOT / path).with_suffix(".py"), 1, 2).run(TINY, forward)
+
+
+def check_dropped(path):
+    pool().submit(dropped, path).result()
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -156,6 +173,9 @@ HOST, WAITS_IN, NO_DEVICE = "of the host", "the host waits", "over NCCL before t
 USES, FREES = "uses what a collective still", "empties what a collective still uses"
 TAKES, LATE = "takes memory that another stream still uses", "uses what another stream has not finished"
 LAUNCHES = "launches a collective on what another stream has not finished"
+BESIDE = "with self.beside():  # the shard's memory is that stream's: freed early, it is not reused early\n"
+EMPTY = "shard = torch.empty_like(own, **self.where)\n"
+EARLY = ("zero_r", f"{BESIDE}{' ' * 12}{EMPTY}", f"{EMPTY}{' ' * 8}{BESIDE}", check_dropped, TAKES)
 FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n            self.reduce_work.wait()"
 ON_GPU = [
     ("ddp", SET_DEVICE, "", NO_DEVICE),
@@ -208,7 +228,8 @@ ORDER = [
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
 ]
+test_memory_of_a_dropped_checkpoint_is_free_after_its_copy = holds("zero_r", check_dropped)
 on_gpus = partial(check_gpu, accum=3, flags="--dtype bf16")
-test_a_mutant_is_rejected_on_gpus = mutants([(*row[:3], on_gpus, row[3]) for row in ON_GPU])
+test_a_mutant_is_rejected_on_gpus = mutants([(*row[:3], on_gpus, row[3]) for row in ON_GPU] + [EARLY])
 of_4 = partial(check_order, size=4)
 test_a_mutant_is_rejected_by_nccls_rules = mutants([(*row[:3], of_4, row[3]) for row in ORDER])

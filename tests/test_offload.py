@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
 from test_all import check_ledger, check_masters, check_parity, check_refusal
-from tests.harness import TINY, apart, holds, load, mutants, on_ranks, train, world
+from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, train, world
 
 SLOW = "--link-gbps 0.05"  # a block's shard takes longer than its computation
 UNITS = 6
@@ -83,6 +84,23 @@ def check_saved_midway(name):  # the weights after two steps, with and without a
                 assert not whole, "units are on the device after full_state_dict()"
         ends.append(offload.full_state_dict())
     assert apart(*ends) == 0, "training went on with other weights"
+
+
+@on_ranks(2)
+def check_missing(name):  # gradients, of a step and of its second microbatch; what a norm is that is nan
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    how = torch.device("cpu"), False, torch.inf, partial(torch.optim.SGD, lr=0.1)
+    offload = load(name).Offload(model, model[1:], *how)
+    x = torch.full((2, 2), torch.nan)
+    model(x).sum().backward()
+    assert offload.step(1.0).isnan()
+    assert offload.full_state_dict()["2.bias"].isnan().all(), "a step is not clipped"
+    said = [error_of(lambda: offload.step(1.0))]
+    for needed in True, False:
+        model[2].bias.requires_grad_(needed)
+        model(x).sum().backward()
+    said.append(error_of(lambda: offload.step(1.0)))
+    assert "unit 0" in said[0] and "unit 2" in said[1], f"units without gradient: {said}"
 
 
 def test_a_link_copies_at_its_rate():
@@ -161,7 +179,7 @@ def check_one_order(name):
     assert threads == {"up_0"}, f"launched by {threads}"
 
 
-test_what_is_on_the_device = holds("offload", check_played, check_saved_midway)
+test_what_is_on_the_device = holds("offload", check_played, check_saved_midway, check_missing)
 test_link_host_and_device_work_at_once = holds("offload", check_overlap, check_step)
 test_all_ranks_launch_collectives_in_one_order = holds("offload", check_one_order)
 BUFFER = "self.landing = torch.empty_like(own, pin_memory=pinned)"
@@ -169,7 +187,7 @@ WAIT = "        self.stepped.result()\n        self.offload.up"
 MUTANTS = [
     ("        unit.fetched.result()\n", "", check_step, "weights of before"),  # a copy not waited for
     (WAIT, "        self.offload.up", check_step, "before its step"),
-    ("            unit.fetched = None  # these weights are old\n", "", check_parity, "losses differ"),
+    ("unit.landed = unit.fetched = None", "unit.landed = None", check_parity, "losses differ"),
     ("self.shard.copy_(self.master.data)", "pass", check_masters, "bf16 weights moved"),
     (BUFFER, "self.landing = self.shard", check_parity, "losses differ"),  # a buffer used too early
     ("            other.fetch()\n", "            pass\n", check_overlap, "too late in forward"),
@@ -178,6 +196,9 @@ MUTANTS = [
     ("        if offload.params:\n            self.drop()\n", "", WITH_PARAMS, "parameters: +"),
     ("offload.up.submit(start)", "offload.down.submit(start)", check_one_order, "launched by"),
     ("            unit.drop()\n", "", check_saved_midway, "on the device after"),
+    ("(max_norm / (norm + 1e-6)).clamp(max=1)", "torch.tensor(1)", check_missing, "not clipped"),
+    ("unit.landed = unit.fetched = None", "unit.fetched = None", check_missing, "units without"),
+    ("            self.landed = None\n", "", check_missing, "units without"),
     ("0 < i < len(blocks) - 1", "i > 0", WITH_PARAMS, "up: sent +"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "offload")

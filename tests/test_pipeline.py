@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from test_all import check_ledger, check_masters, check_parity, refused
-from tests.harness import TINY, apart, holds, load, make_late, mutants, on_ranks, world
+from tests.harness import TINY, apart, error_of, holds, load, make_late, mutants, on_ranks, world
 
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}
 EVERY = [(name, schedule) for name in SCHEDULES for schedule in SCHEDULES[name]]
@@ -144,6 +144,7 @@ def train_layers(name, schedule_name, ends, frozen):
     shared = nn.BatchNorm1d(6, affine=False)
     tied = nn.Linear(6, 6)
     layers = [tied, Twice(shared), Twice(shared), nn.Linear(6, 6), Twice(shared), tied]
+    layers[1].idle = layers[3]  # a tied layer, of which one rank has no gradient
     layers = nn.ModuleList(layers).double()
     for param in itertools.chain(*(layer.parameters() for layer in layers[1:frozen])):
         param.requires_grad_(False)
@@ -176,6 +177,8 @@ def train_layers(name, schedule_name, ends, frozen):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    said = error_of(lambda: pipe._send("F", 1, torch.ones(2, 6)))
+    assert "[2, 6]" in said and "[3, 6]" in said, f"a message of another shape: {said}"
     pipe.unsplit()
     assert apart(layers.state_dict(), plain.state_dict()) < 1e-9, "weights differ"
 
@@ -231,6 +234,14 @@ def check_held(name):
         check_held_by(name, schedule)
 
 
+def check_without_gradient(name):
+    """In bf16 a parameter without a gradient stays as it is, as with torch's optimizers."""
+    ones, others = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+    others.grad = torch.ones_like(others)
+    load(name).MasterWeights(torch.optim.AdamW, [ones, others], lr=0.5, weight_decay=0.5).step()
+    assert torch.equal(ones, torch.ones_like(ones)) and others[0] < 0.5, f"{ones}, {others}"
+
+
 def refused_with_one_gpu(name):
     """On a rank of two, on a host with one GPU."""
     gpu = {"device_count": lambda: 1, "set_device": mock.Mock()}
@@ -245,6 +256,7 @@ def test_fewer_gpus_than_ranks_are_refused_as_gloo_cannot_send_their_tensors(nam
 
 
 test_each_promise_is_kept = holds(SCHEDULES, check_schedules, check_bubbles, check_layers, check_held)
+test_bf16 = holds((*SCHEDULES, "checkpointing", "zero_r"), check_without_gradient)
 check_zb = partial(check_parity, size=3, flags="--accum 6 --layers 5", own_flags="--schedule zb-h2")
 MUTANTS = [
     ("pipeline", '"1f1b": n_stages - 1', '"1f1b": n_stages', check_schedules, "1f1b: 2 in flight"),
@@ -254,6 +266,8 @@ MUTANTS = [
     ("pipeline", " / len(targets)", "", check_parity, "losses differ"),
     ("pipeline", "        dist.all_reduce(self.loss)\n", "", check_parity, "losses differ"),
     ("pipeline", "dist.all_reduce(param.grad, group=group)", "pass", check_parity, "losses differ"),
+    ("pipeline", "zeros_like(param)", "ones_like(param)", check_layers, "differ"),
+    ("pipeline", "if form != self.like", "if False", check_layers, "another shape"),
     ("pipeline", " and self.rank == min(ranks)", "", check_parity, "losses differ"),
     ("pipeline", "dist.all_reduce(squares)", "pass", check_parity, "losses differ"),
     ("pipeline", "dist.broadcast(param.detach(), min(ranks))", "pass", check_parity, "weights diff"),

@@ -1,7 +1,6 @@
 """What is special to resume.py."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -65,9 +64,9 @@ def newest_of(folder):
     """The newest step. All that is published must be whole, and its numbers are its step."""
     steps = [0]
     for path in sorted(Path(folder).glob("step-*")):
-        files = {"manifest.json", "rank-0.bin", "rank-1.bin"}
+        files = {"manifest.txt", "rank-0.bin", "rank-1.bin"}
         assert {file.name for file in path.iterdir()} == files, f"{path.name} is half there"
-        steps.append(json.loads((path / "manifest.json").read_text())["step"])
+        steps.append(int((path / "manifest.txt").read_text().split("\n")[0].removeprefix("step-")))
         numbers = np.concatenate([np.fromfile(file) for file in path.glob("*.bin")])
         assert numbers.tolist() == [steps[-1]] * 600, f"{path.name} is half-written"
     return steps[-1]
@@ -98,7 +97,7 @@ def killed_at_each_line(name, folder):
         for step in 1, 2, 3, 4:
             time.sleep(0.5 * dist.get_rank() * (step == 1))  # rank 1 is late
             sys.settrace(None if dist.get_rank() else trace)
-            lesson.save(Path(folder), {}, 2, None, step, np.full((3, 100), float(step)))
+            lesson.save(Path(folder), [], 2, None, step, np.full((3, 100), float(step)))
             sys.settrace(None)
             dist.barrier()
             assert newest_of(folder) == step, f"step {step} is not there"
@@ -110,7 +109,7 @@ def check_kills(name):
     with TemporaryDirectory() as folder:
         events, others = world(2).run(killed_at_each_line, name, folder)
         assert others == ["rank-1.bin", "confirm"] * 3, f"on the disk: {others}"
-        published = ["manifest.json", "draft-00000001", "step-00000001", Path(folder).name]
+        published = ["manifest.txt", "draft-00000001", "step-00000001", Path(folder).name]
         assert events == ["rank-0.bin", "confirm", *published], f"on the disk: {events}"
         check_kept(folder, 3, 4)
 
@@ -202,13 +201,21 @@ def check_disk(name):
 SAME = {"--width 24": "width 36", "--heads 6": "heads 12", "--optim sgd": "optim adamw"}
 SAME |= {"--dtype fp32": "dtype fp64", "--batch 12": "batch 24", "--seed 7": "seed 0"}
 SAME |= {"--layers 4": "layers 3", "--context 8": "context 16", "--vocab 300": "vocab 256"}
+CUT = [lambda data, n=n: b"\n".join(data.split(b"\n")[:n]) for n in (5, -2, -1)]
+OTHER = [lambda _, text=text: text for text in (b"", b"null", b"\xff\n" * 99)]
+OTHER += [lambda data: data.replace(b"step-00000003", b"step-00000002"), lambda data: data[:9]]
+SHARD = "rank-1.bin is not as manifest.txt says; remove"
 REFUSED = [
-    ("rank-1.bin", lambda data: data[:-1] + bytes([data[-1] ^ 128]), "", "rank-1.bin is missing or damaged"),
-    ("rank-1.bin", lambda data: data[8:16] + data[:8] + data[16:], "", "rank-1.bin is missing or damaged"),
-    ("rank-1.bin", lambda data: data[len(data) // 3 :] + data[: len(data) // 3], "", "damaged"),
-    ("rank-1.bin", lambda data: data[:-8], "", "rank-1.bin is missing or damaged"),
-    ("manifest.json", lambda data: data.replace(b'"format": 1', b'"format": 0'), "", "format 0, not 1"),
-    *(("manifest.json", bytes, flags, f"{said}, not {flags.split()[1]}") for flags, said in SAME.items()),
+    ("rank-1.bin", lambda data: data[:-1] + bytes([data[-1] ^ 128]), "", SHARD),
+    ("rank-1.bin", lambda data: data[8:16] + data[:8] + data[16:], "", SHARD),
+    ("rank-1.bin", lambda data: data[len(data) // 3 :] + data[: len(data) // 3], "", "as manifest.txt says"),
+    ("rank-1.bin", lambda data: data[:-8], "", SHARD),
+    ("rank-1.bin", None, "", SHARD),
+    ("manifest.txt", None, "", "manifest.txt"),
+    *(("manifest.txt", other, "", "manifest.txt has '") for other in OTHER),
+    *(("manifest.txt", cut, "", "rank-0.bin is not as manifest.txt says; remove") for cut in CUT),
+    ("manifest.txt", lambda data: data.replace(b"format 2", b"format 1"), "", "'format 1', not 'format 2'"),
+    *(("manifest.txt", bytes, flags, f"'{said}', not '{flags[2:]}'") for flags, said in SAME.items()),
 ]
 
 
@@ -216,15 +223,19 @@ def check_refused(name):
     """In one line: a changed file of the newest checkpoint, and other flags."""
     with TemporaryDirectory() as folder:
         save(folder, 2, name)
+        Path(folder, "draft-1").touch()  # a stray file is none of ours
         for file, change, flags, said in REFUSED:
             path = Path(folder) / "step-00000003" / file
             data = path.read_bytes()
-            path.write_bytes(change(data))
+            path.write_bytes(change(data)) if change else path.unlink()
             answers = world(2).run(refused, name, f"{FLAGS} --checkpoint {folder} {flags}")
             path.write_bytes(data)
             (code, lines), other = answers
             assert (code, len(lines), other) == (2, 1, (2, [])), f"not refused: {said}: {answers}"
             assert lines[0].startswith("resume.py: --checkpoint") and said in lines[0], lines[0]
+        Path(folder, "draft-00000004").touch()  # there can be no such folder
+        (code, lines), _ = world(2).run(refused, name, f"{FLAGS} --steps 4 --every 1 --checkpoint {folder}")
+        assert code == 2 and "last save failed" in lines[-1], f"not refused: the last save failed: {lines}"
 
 
 CHECKS = [partial(check_resume, saved_on=size, sizes=SIZES) for size in SIZES]
@@ -238,22 +249,24 @@ MUTANTS = [
     ("        sync(folder)\n", "", check_kills, "on the disk"),
     ("    os.fsync(descriptor)\n", "", check_kills, "on the disk"),
     ('draft = folder / f"draft-{step:08}"', 'draft = folder / f"step-{step:08}"', check_kills, "half"),
-    ("dist.all_gather_object(shards, shard, group=group)", "shards = [shard] * 2", check_kills, "half"),
+    ("dist.all_gather_object(answers, answer, group=group)", "answers = [answer] * 2", check_kills, "half"),
     ("shutil.rmtree(old.rename(draft))", "shutil.rmtree(old)", check_kills, "half"),
     ("[:-keep]", "[:-1]", check_kills, "kept"),
     ("run, config.keep, group)", "run, 2, group)", check_disk, "kept"),
     ("copy_(sharded.state)", "copy_(sharded.state.bfloat16())", check_bits, "differ"),
-    ("shutil.rmtree(draft, ignore_errors=True)", "pass", check_disk, "kept"),
-    ("min(end, own_start", "min(end - 1, own_start", check_bytes, "of"),
+    ("shutil.rmtree(draft, ignore_errors=True)\n        return", "return", check_disk, "kept"),
+    ("if not saving.result()", "if False", check_refused, "not refused: the last save"),
+    ("min(start + width, own", "min(start + width - 1, own", check_bytes, "of"),
     ("max(start, own_start)", "max(start + 1, own_start)", check_bytes, "of"),
     ("default_rng((config.seed, step))", "default_rng((config.seed, replicas))", check_resume, "losses"),
-    ("0:\n        for draft", "1:\n        for draft", FROM_3, "kept"),
+    ('folder.glob("draft-*")', "()", FROM_3, "kept"),
     ('"step": self.steps,', '"step": self.steps.clone(),', check_resume, "losses differ"),
     ("snapshot.copy_(sharded.state)", "sharded.state", check_overlap, "losses differ"),
     ("            saving.result()\n            saving", "            saving", check_disk, "another step's"),
     ("config.no_overlap or ", "", check_overlap, "--no-overlap: training went on"),
-    ("if total !=", "if False and total !=", check_refused, "not refused: rank-1.bin"),
-    ("2 * np.arange(len(state)) + 1", "np.ones(len(state), int)", check_refused, "not refused: damaged"),
+    ('if f"{total}" !=', "if False and total !=", check_refused, "not refused: rank-1.bin"),
+    ("-(-numel // len(checksums))", "state.shape[1]", check_refused, "not refused: rank-0"),
+    ("2 * np.arange(len(state)) + 1", "np.ones(len(state), int)", check_refused, "not refused: as"),
     ("of_column = 2 *", "of_column = 0 *", check_refused, "not refused: rank-1"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "resume")

@@ -42,19 +42,20 @@ def docstring_and_code(site, name):
 
 
 def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
-    readme, lessons = (ROOT / "README.md").read_text(), list(load("tools/book").LESSONS)
+    run, speed = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
+    lessons = list(load("tools/book").LESSONS)
     assert len(lessons) == 20
     for name in lessons:
         docstring, code = docstring_and_code(site, name)
         page = (site / f"{name}.html").read_text()
         words = squeezed(text_of(page))
         expected = re.split(r" {2,}|\||\n", docstring)
-        cells = re.split(r" {2,}", re.findall(rf"^{name}  .*", readme, re.M)[-1])
+        cells = re.split(r" {2,}", re.findall(rf"^{name}  .*", run, re.M)[-1])
         measured = zip(("parameters", "gradients", "optimizer", "activations", "sent in a step"), cells[4:])
         expected += [what + cell.replace("/", "") for what, cell in measured if cell != "-"]
         expected += [f"loss {cells[2]}, {cells[9]} ms"]
         peers = rf"^\| {name}\.py(.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$"
-        for which, peer, one, two in re.findall(peers, readme, re.M):
+        for which, peer, one, two in re.findall(peers, speed, re.M):
             expected.append(f"{peer}({which[2:]}){one}{two}".replace("()", ""))
         missing = [text for text in expected if squeezed(text.replace("`", "")) not in words]
         assert not missing, f"{name}.html lacks {missing}"

@@ -29,6 +29,7 @@ from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+RUN, SPEED = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
 PAGES = ROOT / "tools/pages"
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("zb-h1", "zb-h2")}
 STAGES, MICROBATCHES, CHUNKS = (2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24), (1, 2, 3, 4)
@@ -43,9 +44,9 @@ def rows(pattern, text=README):
 
 LESSONS = rows(r"\| \[`(\w+)\.py`\]\S+ \| (.+) \| (.+) \|")  # in reading order: who holds what, what is sent
 CHANGES = rows(r"diff (\w+)\.py (\w+)\.py *#? ?(.*)")  # {old: [new, why]}
-MEASURED = rows(r"(\w+) +(\d+) +([\d.]+) +\S+" + r" +(\S+ / \S+|-)" * 5 + r" +([\d.]+)  .*")
+MEASURED = rows(r"(\w+) +(\d+) +([\d.]+) +\S+" + r" +(\S+ / \S+|-)" * 5 + r" +([\d.]+)  .*", RUN)
 PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_text())
-PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", README, re.M)
+PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", SPEED, re.M)
 SENT = r"\b(dist\.(all_|broadcast|i?send|i?recv)|all_gather\(|collective\()"
 SENDS = re.compile(f'(?!.*("sd"|getattr)).*{SENT}')  # in HTML; not in a docstring (sd)
 CALLS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send")
@@ -65,7 +66,7 @@ def linked(text):
 def prose(source):
     """Markdown as HTML, with links to the site's pages and figures."""
     html = markdown.markdown(source, extensions=["tables", "fenced_code"])
-    html = html.replace('href="docs/results"', 'href="results.html"')
+    html = re.sub(r'href="docs/results/(\w+)\.md"', r'href="results-\1.html"', html)
     html = re.sub(r'href="(\w+)\.py"', r'href="\1.html"', html)
     return Markup(re.sub(r'src="[^"]*?([\w-]+\.svg)"', r'src="\1"', html))
 

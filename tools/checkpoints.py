@@ -218,7 +218,7 @@ def race(note, flags, folder, rounds, what):
     group = dist.new_group()
 
     def save_ours(path):
-        resume.save(path, {}, 2, group, 1, own.state.numpy().copy())
+        resume.save(path, [], 2, group, 1, own.state.numpy().copy())
 
     def load_theirs(path):
         model, optimizer = get_state_dict(peer.model, peer.optimizer)
@@ -226,7 +226,7 @@ def race(note, flags, folder, rounds, what):
         set_state_dict(peer.model, peer.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def load_ours(path):
-        own.steps.fill_(resume.load(path, {}, group, own.state))
+        own.steps.fill_(resume.load(path, [], group, own.state, own.numel))
         own.unshard()
 
     model, optimizer = get_state_dict(peer.model, peer.optimizer)

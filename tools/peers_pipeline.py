@@ -1,7 +1,6 @@
 """torch.distributed.pipelining as a peer, alone and on a mesh, as in peers.py, which asks for them."""
 
 import math
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ class Pipelined(Peer):
         model = new_model(lesson, config, device)
         head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
         head.weight = model.tokens.weight
-        model.positions.forward = partial(lesson.add_positions, model.positions)
+        model.positions.forward = lambda x: x + model.positions.weight[: x.shape[1]]
         layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
         schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
         n_stages = 1 + max(action.stage for action in schedule[-1])
@@ -68,6 +67,8 @@ class Mesh3D(Peer):
         mesh = init_device_mesh(device.type, self.own.ranks.shape, mesh_dim_names=("pp", "dp", "tp"))
         self.model = new_model(lesson, config, device)
         self.stage = lesson.stage_of(self.model, self.own)
+        if self.own.is_last:
+            del self.stage[-1].forward  # the lesson's, of a split vocabulary
         plan = {name: RowwiseParallel() for name in ("proj", "down")}
         plan |= {name: ColwiseParallel() for name in ("qkv", "up")}
         for block in self.model.blocks:
