@@ -66,16 +66,14 @@ class Job:
         self.executor = executor
         self.function = function
         self.known = executor.rank.known()
-        self.ended = False
 
     def run(self):
         self.executor.rank.learn(self.known)
         self.value = self.function()
         self.known = self.executor.rank.known()
-        self.ended = True
 
     def result(self):
-        while not self.ended:
+        while self in self.executor.jobs:
             ThreadPoolExecutor.submit(self.executor, self.executor.jobs.popleft().run).result()
         self.executor.rank.learn(self.known)
         return self.value

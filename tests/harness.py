@@ -33,14 +33,6 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn", "tests.harness"])
 
 
-class RankError(Exception):
-    """A rank raised something other than an AssertionError."""
-
-
-class Hang(AssertionError):
-    """Ranks did not come back in time."""
-
-
 def serve(rank, size, store, pipe):
     """A rank: run what comes through the pipe until None comes."""
     torch.set_num_threads(1)
@@ -60,7 +52,7 @@ def serve(rank, size, store, pipe):
         except AssertionError as error:
             pipe.send((AssertionError, str(error) or traceback.format_exc()))
         except BaseException:
-            pipe.send((RankError, traceback.format_exc()))
+            pipe.send((RuntimeError, traceback.format_exc()))
     dist.destroy_process_group()
 
 
@@ -90,12 +82,13 @@ class World:
             ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
             if not ready:
                 self.close(kill=True)
-                raise Hang(f"{len(waiting)} of {len(self.pipes)} ranks did not come back in {timeout} s")
+                waiting = f"{len(waiting)} of {len(self.pipes)} ranks"
+                raise AssertionError(f"{waiting} did not come back in {timeout} s")
             for pipe in ready:
                 try:
                     error, answers[pipe] = pipe.recv()
                 except (EOFError, ConnectionError):
-                    error, answers[pipe] = RankError, "the process died"
+                    error, answers[pipe] = RuntimeError, "the process died"
                 if error:
                     self.close(kill=True)
                     raise error(f"rank {self.pipes.index(pipe)} of {len(self.pipes)}: {answers[pipe]}")

@@ -8,7 +8,7 @@ the host waits, and holds what a lesson must not do there.
 import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial, partialmethod
+from functools import partial, partialmethod
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from tests.alone import Rank, tensors_in
 
+backend_registration._setup_privateuseone_for_python_backend("pretend")  # before any backward
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
 INDEX = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
@@ -32,11 +33,6 @@ def on_gpu(tensor):
 def on_host(tensor):
     """Whether it is, and is neither a number nor a mere shape."""
     return not on_gpu(tensor) and tensor.dim() > 0 and not tensor.is_meta
-
-
-@cache
-def register():
-    backend_registration._setup_privateuseone_for_python_backend("pretend")
 
 
 class Stream:
@@ -230,7 +226,6 @@ class Gpu(TorchDispatchMode, Rank):
     @contextmanager
     def world(self):
         """Within it, torch.pretend is this rank's, too."""
-        register()
         before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor() of a GPU is seen as a copy
         try:

@@ -8,18 +8,9 @@ fails where two that need an order have none, and says the rule and both lines.
 import threading
 import weakref
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 from tests.pretend import COPIES, Gpu, on_gpu
-
-
-class Uses:
-    """A storage's: {who: (their number, line)}. home: the stream whose memory it is; None: the host's."""
-
-    def __init__(self, home):
-        self.home = home
-        self.reads = {}
-        self.writes = {}
-        self.recorded = set()  # streams that its memory waits for
 
 
 class Streams(Gpu):
@@ -28,8 +19,10 @@ class Streams(Gpu):
     def __init__(self, *args):
         super().__init__(*args)
         self.clocks = defaultdict(Counter)  # {who: {who else: its operations that came before}}
-        self.uses = {}  # {id of a storage: Uses, weak reference}
-        self.freed = defaultdict(list)  # {stream: Uses of memory that its next tensor may take}
+        # A storage's uses: reads and writes, {who: (their number, line)}; the stream that is its home, whose
+        # memory it has (None: the host's); recorded streams, which its memory waits for.
+        self.uses = {}  # {id of a storage: its uses, weak reference}
+        self.freed = defaultdict(list)  # {stream: uses of memory that its next tensor may take}
         self.ends = {}  # {id of a launch that nobody has waited for: (it, what is known at its end)}
 
     def host(self):
@@ -131,7 +124,8 @@ class Streams(Gpu):
         key = id(storage)
         if key not in self.uses:
             home = None if storage.device.type == "cpu" else self.stream(device)
-            self.uses[key] = Uses(home), weakref.ref(storage, lambda _: self.forget(key))
+            uses = SimpleNamespace(home=home, reads={}, writes={}, recorded=set())
+            self.uses[key] = uses, weakref.ref(storage, lambda _: self.forget(key))
             clock = self.clocks[home] | self.clocks[self.host()]
             for uses in self.freed.pop(home, ()):
                 for who, (number, line) in (uses.reads | uses.writes).items():
