@@ -155,7 +155,7 @@ class Pipeline(nn.Module):
             if self.rank not in ranks:
                 param.untyped_storage().resize_(0)
         self.groups = {op: dist.new_group() for op in "FB"}  # NCCL runs a group's messages in turn
-        self.like = [None, None]  # the shape and dtype of all messages
+        self.like = [None]  # a meta tensor like all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
         self.ahead = 0  # step 1 posts none early: the first message of two ranks on NCCL waits for both
@@ -207,19 +207,19 @@ class Pipeline(nn.Module):
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
-            buffer = torch.empty(self.like[0], dtype=self.like[1], device=self.loss.device)
+            buffer = torch.empty_like(self.like[0], device=self.loss.device)
             self.posted.append((dist.irecv(buffer, stage - NEXT[op], self.groups[op]), buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
 
     def _send(self, op, stage, tensor):
-        form = [tensor.shape, tensor.dtype]
-        if self.like[0] is None:  # rank 0's first output tells all ranks
-            self.like = form
+        if self.like[0] is None:  # rank 0's first output tells all ranks the shape
+            self.like[0] = tensor.to("meta")
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
-        if form != self.like:
-            raise ValueError(f"messages must be alike: stage {stage} gets {form}, the first was {self.like}")
+        shape = self.like[0].shape
+        if tensor.shape != shape:
+            raise ValueError(f"messages must have one shape: stage {stage} gets {tensor.shape}, not {shape}")
         self.sent.append(dist.isend(tensor.contiguous(), stage, self.groups[op]))
         if len(self.sent) > AHEAD:
             self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed

@@ -267,7 +267,7 @@ MUTANTS = [
     ("pipeline", "        dist.all_reduce(self.loss)\n", "", check_parity, "losses differ"),
     ("pipeline", "dist.all_reduce(param.grad, group=group)", "pass", check_parity, "losses differ"),
     ("pipeline", "zeros_like(param)", "ones_like(param)", check_layers, "differ"),
-    ("pipeline", "if form != self.like", "if False", check_layers, "another shape"),
+    ("pipeline", "if tensor.shape != shape", "if False", check_layers, "another shape"),
     ("pipeline", " and self.rank == min(ranks)", "", check_parity, "losses differ"),
     ("pipeline", "dist.all_reduce(squares)", "pass", check_parity, "losses differ"),
     ("pipeline", "dist.broadcast(param.detach(), min(ranks))", "pass", check_parity, "weights diff"),
