@@ -16,17 +16,17 @@ Communication (a step of 2 x 2 x 2 ranks)
     Then the embedding's gradient, 0-4 and 0-2; norm, all ranks; step; with --zero 1 weights, 0-2
 
 Costs (bytes that a rank sends in a step of k microbatches of b sequences, along each axis)
-    tensor        8kbs((L+p-1)//p)wh(t-1)/t   four all-reduces a block
-    pipeline      min(2,p-1)kwbsh             outputs to the next stage, gradients back
-    tie           min(1,p-1)wvh               all-reduce of the embedding's gradient
-    data          2wR(d-1)/d                  all-reduce of gradients, or its halves (gloo's all-to-all)
+    tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 all-reduces a block; embedding, head, loss
+    pipeline      min(2,p-1)kwbsh                             outputs to the next stage, gradients back
+    tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient
+    data          2wR(d-1)/d                                  of gradients, or its halves (gloo: all-to-all)
 
 Run
     torchrun --nproc_per_node=4 parallel_3d.py
     torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
 
 Left out
-    A split vocabulary, sequence parallelism, other schedules, ZeRO-2 and 3, creating only a rank's weights.
+    Sequence parallelism, other schedules, ZeRO-2 and 3, creating only a rank's weights.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def parallel_loss(mesh, logits, targets):
     found = logits.gather(-1, targets // mesh.tp * own)
     found *= own
     of_target = Pair.apply(found, mesh.tp_sum, torch.detach)
-    shift = of_target.detach()  # a token's loss is the logarithm of a sum of exp(logit - shift)
+    shift = of_target.detach()  # so that exp() is of losses: fp64 has room for 700
     total = logits.logsumexp(-1, True) - shift
     total = Pair.apply(total.double().exp(), mesh.tp_sum, torch.detach)
     return (total.log() + shift - of_target).mean()

@@ -34,7 +34,7 @@ class Lesson:
 
 
 BAD_SLOW = ("--slow 9=4", "--slow 1", "--slow 0=0.5", "--slow 0=x", "--slow x=2", "--slow 0=nan")
-BAD_EXPERTS = ("--ep 4 --experts 9", "--top-k 9", "--top-k 0", "--ep 3", "--ep -1")
+BAD_EXPERTS = ("--ep 3", "--top-k 9", "--experts 0", "--balance nan", "--balance -1", "--balance x")
 BAD_RINGS = ("--cp 3", "--cp -1", "--context 15", "--kind all")
 BAD_MESHES = ("--tp 3", "--pp -1", "--heads 9", "--layers 1", "--zero 2")
 BUCKETS = ("--no-overlap", "--bucket-cap-mb 0", "--bucket-cap-mb 0.02")
@@ -55,7 +55,7 @@ LESSONS = [
     Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257"),
     Lesson("sequence_parallel", bad_flags=("--heads 9", "--context 15"), flags="--vocab 257 --context 12"),
     Lesson("context_parallel", bad_flags=BAD_RINGS, flags="--context 24"),
-    Lesson("expert_parallel", bad_flags=BAD_EXPERTS, flags="--experts 12"),
+    Lesson("expert_parallel", bad_flags=BAD_EXPERTS, flags="--experts 12 --balance bias"),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble", bad_flags=("--schedule gpipe",)),
     Lesson("parallel_3d", bad_flags=BAD_MESHES, flags="--vocab 257"),

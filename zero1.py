@@ -51,8 +51,8 @@ class ZeRO1(nn.Module):
     """Shards an optimizer's work on a module over the ranks of `group` (ZeRO, section 5.1).
 
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, form one more. All leave the module: zero.parameters() are this rank's shards, fp32 if the module
-    is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
+    share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
+    the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
     After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
     other shards, each with its `kind`, which an optimizer's groups may need.
     `syncing` should be False in all backwards of a step but the last, else they send more.
@@ -106,13 +106,14 @@ class ZeRO1(nn.Module):
         """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
         self._end_backward()
         squares = self.shards[0].new_zeros(()).double()
-        for unit in self.units:
-            unit.version = None  # the step will change the shard
-            if unit.shard.grad is not None:
-                squares += unit.shard.grad.square().sum()
+        for shard in self.shards:
+            if shard.grad is not None:
+                squares += shard.grad.square().sum()
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
+        for unit in self.units:
+            unit.version = None  # the step will change the shard
         return norm
 
     def full_state_dict(self):

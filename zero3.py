@@ -26,8 +26,8 @@ Run
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Nested units, optimizers that are not elementwise, sharding of what is frozen, prefetch in order of use;
-    parameters that only some ranks use, or that are moved, cast or replaced once wrapped.
+    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
+    cast or replaced once wrapped, sharding of what is frozen, prefetch in order of use.
 """
 
 import argparse

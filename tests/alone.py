@@ -145,9 +145,7 @@ class Rank:
             given = []
         if "send" in name:
             made = []
-        options = {
-            key: value for key, value in arguments.items() if key != "async_op" and not tensors_in(value)
-        }
+        options = {key: x for key, x in arguments.items() if key != "async_op" and not tensors_in(x)}
         return Launch(name, group, given, made, peer, batch, options, self.where())
 
     def batch(self, messages):

@@ -126,7 +126,6 @@ class Gpu(TorchDispatchMode, Rank):
             else:
                 if any(map(on_host, given)) and any(map(on_gpu, given)) and function not in (*COPIES, *INDEX):
                     self.hold(False, f"{self.where()}: a tensor of the host in {function}")
-                    args, kwargs = tree_map_only(torch.Tensor, self.moved, (args, kwargs))
                 result = self.on_gpu(function, args, kwargs)
             self.note(function, args, kwargs, given, tensors_in(result), pinned)
         return result
@@ -144,10 +143,6 @@ class Gpu(TorchDispatchMode, Rank):
         with self.fake:
             result = function(*args, **kwargs)
         return tree_map_only(FakeTensor, self.real_if_on_host, result)
-
-    def moved(self, tensor):
-        with self.fake:
-            return torch.empty_like(tensor, device="pretend:0") if on_host(tensor) else tensor
 
     def real_if_on_host(self, tensor):
         if tensor.fake_device.type == "pretend":
@@ -192,13 +187,6 @@ class Gpu(TorchDispatchMode, Rank):
         yield
         self.here.streams = before
 
-    def set_device(self, device):
-        self.current_device = device
-
-    def resize_storage(self, original, storage, size):
-        self.resize(storage, size)
-        return original(storage, size)
-
     def become(self, old, new):
         """Module.to() of a parameter, which stays the same object."""
         old.__class__ = new.__class__
@@ -213,20 +201,25 @@ class Gpu(TorchDispatchMode, Rank):
             "stream": self.on_stream,
             "set_stream": self.set_stream,
             "current_stream": self.stream,
-            "set_device": self.set_device,
+            "set_device": partial(setattr, self, "current_device"),
             "synchronize": lambda device: self.host_waits("synchronize"),
             "max_memory_allocated": lambda device: 0,
             "reset_peak_memory_stats": lambda device: None,
             "device": nullcontext,
         }
         thread_run = threading.Thread.run
-        resize = torch.UntypedStorage.resize_
+        resize_storage = torch.UntypedStorage.resize_
+
+        def resize(storage, size):
+            self.resize(storage, size)
+            return resize_storage(storage, size)
+
         return (
             Rank.instead(self)
             | {(torch.pretend, name): new for name, new in instead.items()}
             | {
                 (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread)),
-                (torch.UntypedStorage, "resize_"): lambda *args: self.resize_storage(resize, *args),
+                (torch.UntypedStorage, "resize_"): resize,
                 (torch.Tensor, "record_stream"): lambda tensor, stream: self.record(tensor, stream),
                 (torch.nn.functional, "scaled_dot_product_attention"): attention,
                 (torch.utils, "swap_tensors"): self.become,

@@ -18,20 +18,16 @@ SEVENTY = "--layers 80 --hidden 8192 --heads 64 --vocab 128256 --seq 4096"
 
 
 def printed(flags):
-    """(what plan.py prints, its lines on stderr, its exit code) for a command line."""
+    """What plan.py prints for a command line."""
     plan = load("plan")
-    return said(lambda: plan.plan(plan.parse(flags.split())))
+    return said(lambda: plan.plan(plan.parse(flags.split())))[0]
 
 
 def check_figure_1(name):
-    """ZeRO (arXiv 1910.02054), Figure 1: by the function, and in the table."""
+    """ZeRO (arXiv 1910.02054), Figure 1; the table of it is in README."""
     plan = load(name)
     sums = [sum(plan.states(stage, 7_500_000_000, 64).values()) for stage in range(4)]
     assert [f"{size / 1e9:.3g}" for size in sums] == ["120", "31.4", "16.6", "1.88"], f"not Figure 1: {sums}"
-    out, _, _ = printed("--params 7.5b --gpus 64 --gpu-gb 32")
-    rows = {line.split()[0]: " ".join(line.split()[5:8]) for line in out.splitlines()}
-    expected = ["120 29.5 no", "31.4 29.5 yes", "16.6 29.5 yes", "1.88 44.3 yes"]
-    assert [rows[stage] for stage in plan.STAGES] == expected, f"not Figure 1: {out}"
 
 
 def check_counts(name):
@@ -69,16 +65,8 @@ def check_whole_model(name):
     ):  # fmt: skip
         count = plan.whole_model(plan.Shape(layers, 128, hidden, 2048, 51200))
         assert round(count / 1e9, 1) == billions, f"{hidden}: {count / 1e9:.2f} G parameters"
-    fp32 = plan.states(0, plan.parameters(32, 4096, 128256, 1024), 1, "fp32")
-    assert fp32["parameters"] / 2**30 == 25.979034423828125, "other bytes of parameters"
     kept = plan.activations(plan.Shape(32, 32, 4096, 2048, 128256), 1, ends=(True, False))
     assert kept / 2**30 == 28.5078125, "other bytes of activations"
-    matrices = 2 * 4096 * 128256 + 32 * 13 * 4096**2  # gated MLPs, grouped heads, an untied head, no norms
-    mixed, wide = (plan.states(0, matrices, 1, precision) for precision in ("mixed", "fp32"))
-    sizes = mixed["parameters"], mixed["gradients"], wide["optimizer"]
-    found = [f"{size / 2**30:.3f}" for size in sizes]
-    assert found == ["14.957", "14.957", "59.828"], "other bytes of states"
-    assert mixed["optimizer"] == wide["optimizer"] + 4 * matrices, "no fp32 weights"
 
 
 def check_layer(name):
@@ -206,8 +194,8 @@ def check_lessons(name):
             own = values["parameters"] + values["optimizer"]
             copy = 2 * P // N if precision == "mixed" and stage == 3 else 0  # the paper's bf16 shard
             assert own + copy == states["parameters"] + states["optimizer"], f"{lesson} holds another number"
-            copy = 4 * P // N if precision == "mixed" and stage == 1 else 0  # zero1.py's fp32 gradients
-            assert values["gradients"] == max(states["gradients"] + copy, 4 * P // N), f"{lesson}'s gradients"
+            wide = max(states["gradients"] + (stage == 1) * c * P // N, 4 * P // N)  # zero1.py has both
+            assert values["gradients"] == wide, f"{lesson}'s gradients"
             sent = sum(values.get(key, 0) for key in ("all-reduce", "reduce-scatter", "all-gather"))
             assert sent == plan.wire(stage, P, N, k, w), f"{lesson} sends another number of bytes"
 
@@ -254,9 +242,8 @@ def test_json_is_the_table_in_bytes(tmp_path):
     flags = "--size gpt2 --gpus 4 --recompute all --json"
     command = [sys.executable, "plan.py", *flags.split(), tmp_path / "plan"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    alone, _, _ = printed(f"{flags} -")
     written = json.loads((tmp_path / "plan").read_text())
-    assert json.loads(alone) == written
+    assert json.loads(printed(f"{flags} -")) == written
     assert written["why"] == out.splitlines()[-1] and written["take"] in written["rows"]
     shown = [line.split() for line in out.splitlines() if line.startswith(("DP", "ZeRO"))]
     rows = [row for row in written["rows"] if row["tensor"] * row["pipeline"] == 1]
@@ -271,7 +258,7 @@ def test_the_readme_shows_what_plan_prints():
     shown = re.findall(r"^\$ python plan.py (.*)\n\.\.\.\n((?:.+\n)+?)```$", readme, re.M)
     assert shown
     for flags, lines in shown:
-        assert printed(flags)[0].endswith(f"\n{lines}")
+        assert printed(flags).endswith(f"\n{lines}")
 
 
 CHECKS = [check_figure_1, check_counts, check_whole_model, check_layer, check_wire, check_advice]
@@ -294,6 +281,7 @@ MUTANTS = [
     ("ends.count(False)", "2", check_wire, "a pipeline"),
     ("{0, 1, -layers % pipeline, pipeline - 1}", "{0, 1, pipeline - 1}", check_stages, "the fullest stage"),
     ("min(job.gpus, job.gpus_per_node)", "job.gpus", check_stages, "other meshes"),
+    ("*(number // d for d in small)", "", check_stages, "other meshes"),
     ('row["zero"] > 0, ', "", check_advice, "Take"),
     ("routers + mixtures * mlp", "mixtures * mlp", check_experts, "not Mixtral's"),
     ("max(math.ceil(tokens", "max(math.floor(tokens", check_experts, "another capacity"),

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import apart, error_of, holds, load, make_late, mutants, on_ranks
 
@@ -29,11 +28,6 @@ def own(x, dim, parts=1):
     return torch.cat([part.narrow(dim, first, end - first) for part in x.chunk(parts, dim)], dim)
 
 
-def between(lesson, x):
-    """What this rank has of x (B, T, ...) outside the split layers."""
-    return own(x, 1) if hasattr(lesson, "SequenceParallel") else x
-
-
 @on_ranks(3)
 def check_layers(name):
     """Outputs and gradients are those of torch's layers."""
@@ -48,12 +42,11 @@ def check_layers(name):
     tokens = torch.randint(13, (2, 12))
     theirs = dict(plain, loss=lambda x: F.cross_entropy(x.transpose(1, 2), tokens, reduction="none"))
     ours = dict(model, loss=lambda x: lesson.parallel_cross_entropy(x, tokens, 13))
-    large = own(torch.full((2, 12, 13), 100, dtype=torch.bfloat16), -1)
-    loss = lesson.parallel_cross_entropy(large, tokens, 13)
+    loss = lesson.parallel_cross_entropy(own(torch.full((2, 12, 13), 100.0).bfloat16(), -1), tokens, 13)
     assert loss.dtype == torch.float32, "a loss of bf16 logits is not fp32"
     assert apart(loss, torch.full_like(loss, 13).log()) < 1e-4, "the loss overflows"
     whole = torch.randn(2, 12, 25, dtype=torch.float64)
-    outside = partial(between, lesson)
+    outside = partial(own, dim=1) if hasattr(lesson, "SequenceParallel") else torch.clone
     features = partial(own, dim=-1)
     for what, x, enter, leave in (
         ("column", whole[..., :12], outside, features),
@@ -80,16 +73,12 @@ def check_layers(name):
     assert apart(parallel.full_state_dict(), plain.state_dict()) < 1e-12, "not torch's gradients"
 
 
-class Net(nn.Module):
+class Net(nn.ModuleDict):
     """A tied head, a layer without a bias, frozen parameters."""
 
     def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(13, 8)
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 23)
-        self.gate = nn.Linear(8, 23, bias=False)
-        self.down = nn.Linear(23, 8)
+        super().__init__({"tokens": nn.Embedding(13, 8), "norm": nn.LayerNorm(8), "up": nn.Linear(8, 23)})
+        self.update({"gate": nn.Linear(8, 23, bias=False), "down": nn.Linear(23, 8)})
         self.head = nn.Linear(8, 13, bias=False)
         self.head.weight = self.tokens.weight
         self.gate.weight.requires_grad_(False)
@@ -153,10 +142,8 @@ def check_said(name):
 
 SAID = {"tensor_parallel": ("nothing", "head is tied to a planned layer: plan it, too")}
 SAID["sequence_parallel"] = ("qkv.weight would see T/N tokens: plan its layer", "nothing")
-ORDER = {"tensor_parallel": "matmul, start all_reduce, matmul, end all_reduce"}
-ORDER["sequence_parallel"] = (
-    "start all_gather, matmul, start all_to_all, end all_gather, matmul, end all_to_all"
-)
+ORDER = {"tensor_parallel": "matmul, start sum, matmul, end sum"}
+ORDER["sequence_parallel"] = "start gather, matmul, start scatter, end gather, matmul, end scatter"
 
 
 @on_ranks(2)
@@ -177,18 +164,13 @@ def check_order(name):
         return call
 
     lesson.dist = types.SimpleNamespace(**vars(dist))
-    lesson.dist.all_reduce = recorded("all_reduce", dist.all_reduce)
-    lesson.dist.all_to_all_single = recorded("all_to_all", dist.all_to_all_single)
+    lesson.dist.all_reduce = recorded("sum", dist.all_reduce)
+    lesson.dist.all_to_all_single = recorded("scatter", dist.all_to_all_single)
     if hasattr(lesson, "all_gather"):
-        lesson.all_gather = recorded("all_gather", lesson.all_gather)
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.overloadpacket is torch.ops.aten.mm:
-                log.append("matmul")
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
+        lesson.all_gather = recorded("gather", lesson.all_gather)
+    matmul = torch.Tensor.__matmul__
+    noted = lambda *two: (log.append("matmul"), matmul(*two))[1]  # noqa: E731
+    with mock.patch.object(torch.Tensor, "__matmul__", noted):
         y.sum().backward()
     assert ", ".join(log) == ORDER[Path(name).stem], f"another order: {log}"
 

@@ -64,8 +64,8 @@ class Meeting(nn.Linear):
 
 
 @on_ranks(1)
-def check_meeting(name):
-    for threads, seconds, wrong in (True, 4, "not at work at once"), (False, 0.1, "at work at once"):
+def check_meeting(name, patience=20):
+    for threads, seconds, wrong in (True, patience, "not at work at once"), (False, 0.1, "at work at once"):
         module = Meeting(3, 1)
         module.barrier = threading.Barrier(3, timeout=seconds)
         dp = load(name).DP(module, ["cpu"] * 3, threads)
@@ -135,15 +135,6 @@ def push_one(server, worker, replica, step=0, share=0, meanwhile=time.time):
 
 
 @on_ranks(1)
-def check_no_push_lost(name):
-    """Of 600; in bsp an update is the mean of six."""
-    for mode, updates in ("bsp", 100), ("asp", 600), ("ssp", 600):
-        server = serve(load(name), 6, mode, push_one, 100, staleness=1)
-        found = server.module.weight.item(), server.version, sum(server.ages.values())
-        assert found == (updates, updates, 600), f"{mode}: pushes are lost"
-
-
-@on_ranks(1)
 def check_bound(name, staleness=1):
     """Of 4 workers of random speed none begins further ahead, and no push is older."""
     naps = np.random.default_rng(staleness).exponential(0.001, (30, 4)) * [1, 1, 1, 6]
@@ -157,6 +148,8 @@ def check_bound(name, staleness=1):
     server = serve(load(name), 4, "ssp", task, 30, staleness)
     assert max(ahead) <= staleness, f"a worker began {max(ahead)} pushes ahead, not {staleness}"
     assert max(server.ages) <= 3 * (2 * staleness + 1), f"a push was {max(server.ages)} updates old"
+    found = server.module.weight.item(), server.version, sum(server.ages.values())
+    assert found == (120, 120, 120), f"pushes are lost: {found}"
 
 
 def straggle(name, mode):
@@ -208,15 +201,15 @@ def lose(name, mode, doomed):
     return sorted(done), server.version, said.getvalue()
 
 
-def check_losing(name):
+def check_losing(name, timeout=60):
     for mode in ("asp", "ssp"):
-        done, updates, said = world(1).run(lose, name, mode, (1,), timeout=5)[0]
+        done, updates, said = world(1).run(lose, name, mode, (1,), timeout=timeout)[0]
         every_task = list(product(range(1, 9), range(3)))
         assert done == every_task and updates == 24, f"{mode}: tasks of a failed worker are not done"
         assert said.startswith("worker 1 failed: ValueError"), f"{mode}: says {said!r}"
-    error, done, _ = world(1).run(lose, name, "bsp", (1,), timeout=5)[0]
+    error, done, _ = world(1).run(lose, name, "bsp", (1,), timeout=timeout)[0]
     assert error == "worker 1 is out of order" and done <= 5, "bsp does not end with the error"
-    error, _, said = world(1).run(lose, name, "asp", (0, 1, 2), timeout=5)[0]
+    error, _, said = world(1).run(lose, name, "asp", (0, 1, 2), timeout=timeout)[0]
     assert "out of order" in error and said.count("failed") == 3, "no worker is left, and no error raised"
 
 
@@ -241,8 +234,9 @@ def check_slow(name):
 odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5))]
 test_dp_threads_keeps_its_promises = holds("dp_threads", *odd, check_meeting, check_failing, check_lifetimes)
 bounds = [partial(check_bound, staleness=n) for n in (0, 1, 3)]
-CHECKS = *bounds, check_no_push_lost, check_straggler, check_losing, check_broken, check_slow
+CHECKS = *bounds, check_straggler, check_losing, check_broken, check_slow
 test_dp_async_keeps_its_promises = holds("dp_async", *CHECKS)
+check_threads = partial(check_meeting, patience=1)
 THREADS_MUTANTS = [
     ("leaf = leaf.to(device, copy=True)", "pass", check_ledger, "another thread is read"),
     ("[None, *devices[1:]]", "devices", check_ledger, "parameters: +"),
@@ -251,19 +245,20 @@ THREADS_MUTANTS = [
     ("total.add_(gradient)", "pass", check_parity, "losses differ"),
     ("wait(futures)", "pass", check_failing, "while replicas run"),
     ("        if not threads:  #", "        if False:  #", check_meeting, "are at work at once"),
-    ("        if not threads:  #", "        if True:  #", check_meeting, "not at work at once"),
+    ("        if not threads:  #", "        if True:  #", check_threads, "not at work at once"),
     ("ctx.call = None", "pass", check_lifetimes, "outlive"),
     ("torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
 ]  # fmt: skip
+check_lost = partial(check_losing, timeout=3)
 ASYNC_MUTANTS = [
     ('"bsp": 0', '"bsp": 1', check_straggler, "bsp does not wait"),
     ('"ssp": staleness', '"ssp": staleness + 1', check_bound, "pushes ahead"),
     ('"asp": math.inf', '"asp": 5', check_straggler, "asp waits"),
     ("ages[self.version - version]", "ages[self.version - version + 1]", check_straggler, "stale pushes"),
     ("return self.version", "return 0", check_straggler, "stale pushes"),
-    ("self.tasks.appendleft(self.doing.pop(worker))", "self.doing.pop(worker)", check_losing, "come back"),
+    ("self.tasks.appendleft(self.doing.pop(worker))", "self.doing.pop(worker)", check_lost, "come back"),
     ('if self.mode == "bsp" or not self.clocks:', "if not self.clocks:", check_losing, "bsp does not end"),
-    ("self.stop(error)  # or", "pass  # or", partial(check_broken, timeout=2), "did not come back"),
+    ("self.stop(error)  # or", "pass  # or", partial(check_broken, timeout=3), "did not come back"),
     ("own.copy_(param)", "pass", check_parity, "losses differ"),
     ("        replica.zero_grad()", "        pass", check_parity, "losses differ"),
     ("clamp(max=1) / self.pushes_per_update", "clamp(max=1)", check_parity, "losses differ"),

@@ -78,7 +78,7 @@ def optimizer_of(model):
     groups = [{"params": [], "weight_decay": 0}, {"params": [], "weight_decay": 0.1}]
     for param in model.parameters():
         groups[bool(param.kind)]["params"].append(param)
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(groups, lr=0.1)
 
 
 def train(model, steps):
@@ -91,9 +91,6 @@ def train(model, steps):
                 (getattr(model, "module", model)(x).square().mean() / 2).backward()
                 with torch.no_grad():
                     model(x)
-            for param in model.parameters():
-                if done and param.requires_grad and param.grad is None:
-                    param.grad = torch.zeros_like(param)  # what has no gradient counts as zero
             if clips:
                 clip(0.3)
             if done:
@@ -127,40 +124,25 @@ def recompute(part, x):
         return checkpoint(part, x, use_reentrant=False)
 
 
-@on_ranks(1)
-def check_misuse(name):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    wrap(name, model, nn.Linear)
-    said = error_of(lambda: torch.optim.SGD(model.parameters(), lr=1))
-    assert "empty parameter list" in said, f"an optimizer of the module's parameters was made: {said}"
-    said = error_of(lambda: nn.functional.linear(torch.ones(4), model[0].weight))
-    assert Path(name).stem != "zero3" or "must be Tensor, not ShardedWeight" in said, f"not named: {said}"
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(8)
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-        self.gain = nn.Parameter(torch.ones((), dtype=torch.float64))
-
+class Residual(nn.Sequential):
     def forward(self, x):
-        return x + self.gain * self.conv(torch.relu(self.norm(x)))
+        return x + super().forward(x) * self.gain
 
 
 def check_adopted(name):
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0, batch_first=True)
     check_losses(name, nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), type(layer), 5, 16)
-    check_losses(name, nn.Sequential(nn.Conv2d(3, 8, 3), Residual(), Residual()), Residual, 3, 8, 8)
+    block = Residual(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1))
+    block.gain = nn.Parameter(torch.ones((), dtype=torch.float64))  # one of another dtype
+    check_losses(name, nn.Sequential(nn.Conv2d(3, 3, 3), block, copy.deepcopy(block)), Residual, 3, 8, 8)
 
 
 @on_ranks(2)
 def check_losses(name, model, unit_class, *shape):
     """They are those in torch's own DDP, without clipping, and with eval() between steps."""
     losses = []
-    for wrapper in partial(nn.parallel.DistributedDataParallel, broadcast_buffers=False), None:
-        own = marked(model)
-        wrapped = wrapper(own) if wrapper else wrap(name, own, unit_class)[1]
+    peer = nn.parallel.DistributedDataParallel(marked(model), broadcast_buffers=False)
+    for wrapped in peer, wrap(name, marked(model), unit_class)[1]:
         optimizer = optimizer_of(wrapped)
         torch.manual_seed(dist.get_rank())
         for training in (True, True, False, True):
@@ -188,7 +170,7 @@ def check_norm(name):
 
 
 @on_ranks(2)
-def check_timeline(name, timeline=None, **options):
+def check_timeline(name):
     """What computes and what starts and ends on the network in a second step, in order."""
     log = []
     model = nn.ModuleList([*(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4)])  # the root's own is last
@@ -196,7 +178,8 @@ def check_timeline(name, timeline=None, **options):
     for i in 1, 2, 3:
         model[i - 1].register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
         model[i - 1].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
-    _, zero = wrap(name, model, nn.Linear, **options)
+    _, zero = wrap(name, model, nn.Linear)
+    assert not [*model.parameters()], "an optimizer could take them by mistake"
     optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
     for i, unit in enumerate(zero.units):
         for method, word in METHODS.items():
@@ -207,7 +190,7 @@ def check_timeline(name, timeline=None, **options):
         zero(torch.randn(2, 4)).sum().backward()
         zero.clip_grad_norm_(1.0)
         optimizer.step()
-    expected = TIMELINES[timeline or Path(name).stem]
+    expected = TIMELINES[Path(name).stem.replace("zero1", "zero2")]
     assert " ".join(log) == " ".join(expected.split()), f"another order: {', '.join(log)}"
 
 
@@ -229,47 +212,34 @@ def noting(log, event, unit, method):
 METHODS = {"unshard": "gather", "wait_for_unshard": "gathered", "reshard": "free"}
 METHODS |= {"start_reduce": "reduce", "finish_reduce": "reduced"}
 TIMELINES = {  # the root is 0; the docstrings draw the same
-    "zero2": """
-        gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3 backward 3 reduce 3 backward 2
-        reduced 3 reduce 2 backward 1 reduced 2 reduce 1 reduced 1 reduce 0 reduced 0""",
-    "zero3": """
-        gather 0 gather 1 gathered 0 gather 2 gathered 1 forward 1 free 1 gather 3 gathered 2 forward 2
-        gathered 3 forward 3 backward 3 free 3 reduce 3 backward 2 gather 1 free 2 reduced 3 reduce 2
-        backward 1 gathered 1 free 1 reduced 2 reduce 1 free 0 reduced 1 reduce 0 reduced 0""",
-    "zero3 on demand": """
-        gather 0 gathered 0 gather 1 gathered 1 forward 1 free 1 gather 2 gathered 2 forward 2 free 2 gather
-        3 gathered 3 forward 3 backward 3 free 3 reduce 3 backward 2 gather 2 gathered 2 free 2 reduced 3
-        reduce 2 backward 1 gather 1 gathered 1 free 1 reduced 2 reduce 1 free 0 reduced 1 reduce 0 reduced
-        0""",
+    "zero2": """gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3 backward 3 reduce 3
+        backward 2 reduced 3 reduce 2 backward 1 reduced 2 reduce 1 reduced 1 reduce 0 reduced 0""",
+    "zero3": """gather 0 gather 1 gathered 0 gather 2 gathered 1 forward 1 free 1 gather 3 gathered 2
+        forward 2 gathered 3 forward 3 backward 3 free 3 reduce 3 backward 2 gather 1 free 2 reduced 3
+        reduce 2 backward 1 gathered 1 free 1 reduced 2 reduce 1 free 0 reduced 1 reduce 0 reduced 0""",
 }
-TIMELINES["zero1"] = TIMELINES["zero2"]
 
 
 @on_ranks(2)
 def check_gathering(name):
     """Beside rank 0 one unit is whole at a time while full_state_dict() works; one is fetched ahead."""
     assert load(name).parse([]).prefetch == 1
-    ledger = load("tools/ledger")
     _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
-    with ledger.Watch() as watch:
+    with load("tools/ledger").Watch() as watch:
         zero.full_state_dict()
     shards = sum(shard.nbytes for shard in zero.parameters())
     assert dist.get_rank() == 0 or watch.held()["parameters"] - shards == 4 * 72
+    said = error_of(lambda: nn.functional.linear(torch.ones(8), zero.module[0].weight))
+    assert "must be Tensor, not ShardedWeight" in said, f"not named: {said}"
 
 
 BUCKETS = [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}]
-odd = [partial(check_odd, size=size) for size in (1, 2, 3)]
-in_buckets = [partial(each, **options) for each in odd for options in BUCKETS]
+odd = [partial(check_odd, **options) for options in ({"size": 1}, {}, {"size": 2, "how": recompute})]
 check_late = partial(check_odd, late=True, size=2)
-check_recompute = partial(check_odd, how=recompute, size=2)
-CHECKS = *odd, check_late, check_recompute, check_norm, check_adopted
-test_each_promise_is_kept = holds(("ddp", *STAGES), *CHECKS)
-test_no_optimizer_gets_the_modules_own_parameters = holds(STAGES, check_misuse)
-test_any_module_trains_in_any_buckets = holds("ddp", *in_buckets)
+test_each_promise_is_kept = holds(("ddp", *STAGES), *odd, check_late, check_norm, check_adopted)
+test_any_module_trains_in_any_buckets = holds("ddp", *[partial(check_odd, **options) for options in BUCKETS])
 test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
-on_demand = partial(check_timeline, timeline="zero3 on demand", prefetch=0)
-test_zero3_has_one_unit_whole_or_two = holds("zero3", check_gathering, on_demand)
-QUEUE = "torch.autograd.Variable._execution_engine.queue_callback"
+test_zero3_has_one_unit_whole_or_two = holds("zero3", check_gathering)
 MUTANTS = [
     ("ddp zero1", "dist.broadcast(tensor, group_src=0, group=group)", "pass", check_odd, "weights differ"),
     ("zero1 zero2 zero3", "1 / self.world_size", "1", check_parity, "norms differ"),
@@ -277,25 +247,22 @@ MUTANTS = [
     ("zero1 zero2 zero3", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
     ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", check_late, "weights differ"),
     ("zero1 zero2 zero3", "self.reduce_work.wait()", "pass", check_late, "weights differ"),
-    ("ddp", "(bucket.flat_grad, group", "(bucket.flat_grad[:0], group", check_parity, "losses differ"),
     ("ddp", "view.copy_(param.grad)", "view.add_(param.grad)", check_parity, "losses differ"),
     ("ddp", "view.zero_()", "pass", check_odd, "weights differ"),
-    ("zero2", f"{QUEUE}(self._end_backward)", "pass", check_odd, "weights differ"),
+    ("zero2", "queue_callback(self._end_backward)", "queue_callback(int)", check_odd, "weights differ"),
     ("ddp zero1", "        self._end_backward()\n", "", check_odd, "weights differ"),
     ("zero1 zero2", "self.version != self.shard._version", "not self.version", check_odd, "weights differ"),
     ("zero1 zero2 zero3", 'getattr(param, "kind", None)', "None", check_odd, "weights differ"),
     ("zero1 zero2 zero3", "unit[0][0] is not module", "True", check_timeline, "another order"),
     ("ddp zero1", "        if self.syncing:\n", "        if True:\n", check_ledger, "sent +"),
-    ("ddp", "bucket.work.wait()", "pass", check_late, "weights differ"),
     ("ddp", "square().sum(dtype=torch.float64)", "norm().double().square()", check_norm, "the norm is"),
     ("ddp", "torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
     ("zero1", "if param.requires_grad:", "if True:", check_odd, "weights differ"),
     ("zero2", "dist.all_reduce(squares, group=self.group)", "pass", check_parity, "losses differ"),
     ("zero2", "if self.shard.grad is None:", "if True:", check_parity, "losses differ"),
     ("zero2", "self.flat_grad.zero_()", "pass", check_odd, "weights differ"),
-    ("zero3", "self.own.copy_(self.shard)", "pass", check_parity, "losses differ"),
     ("zero3", "dist.broadcast(self.flat_param, group_src=0, group=group)", "pass", check_odd, "differ"),
-    ("zero3", "= ShardedWeight()", "= None", check_misuse, "not named"),
+    ("zero3", "= ShardedWeight()", "= None", check_gathering, "not named"),
     ("zero3", "unit.reshard()  # it", "pass  # it", check_odd, "weights differ"),
     ("zero3", "grad.square().sum()", "grad.norm().square()", check_norm, "the norm is"),
     ("zero2", "weight.grad = None", "pass", check_ledger, "gradients: +"),

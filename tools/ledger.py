@@ -96,10 +96,10 @@ def letters_of(lesson, config, ranks, backend):
 
 
 def parameters_of_stage(config, letters, stage):
-    """On each rank of a stage of a mesh, where embeddings, norms and row-parallel biases are whole."""
+    """Of a stage's rank with most, of a mesh: positions, norms and row-parallel biases are whole."""
     h, blocks = config.width, (config.layers + stage) // config.pp
     first, last = stage == 0, stage == config.pp - 1
-    ends = first * config.context * h + (first or last) * config.vocab * h + last * 2 * h
+    ends = first * config.context * h + (first or last) * -(-config.vocab // config.tp) * h + last * 2 * h
     return blocks * ((12 * h * h + 7 * h) // config.tp + 6 * h) + ends
 
 

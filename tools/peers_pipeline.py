@@ -67,6 +67,8 @@ class Mesh3D(Peer):
         mesh = init_device_mesh(device.type, self.own.ranks.shape, mesh_dim_names=("pp", "dp", "tp"))
         self.model = new_model(lesson, config, device)
         self.stage = lesson.stage_of(self.model, self.own)
+        if self.own.is_last:
+            del self.stage[-1].forward  # the lesson's, of a split vocabulary
         plan = {name: RowwiseParallel() for name in ("proj", "down")}
         plan |= {name: ColwiseParallel() for name in ("qkv", "up")}
         for block in self.model.blocks:
