@@ -20,7 +20,6 @@ import traceback
 import types
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -199,29 +198,6 @@ def error_of(call):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-def late(collective):
-    """A collective, or irecv, whose result is in the output when its work has been waited for."""
-
-    def call(output, *given, **options):
-        result = output.clone()
-        given = [x.clone() if torch.is_tensor(x) else x for x in given]  # which may be a part of the output
-        work = collective(result, *given, **options)
-        if not work:
-            return output.copy_(result)
-        output.fill_(torch.nan)
-        return mock.Mock(wait=lambda: (work.wait(), output.copy_(result)))
-
-    return call
-
-
-def make_late(lesson):
-    """Let all that a lesson receives be there when it has been waited for, and not before."""
-    names = ("all_reduce", "all_to_all_single", "irecv")
-    lesson.dist = types.SimpleNamespace(**vars(dist) | {name: late(getattr(dist, name)) for name in names})
-    if hasattr(lesson, "all_gather"):
-        lesson.all_gather = late(lesson.all_gather)
 
 
 def on_ranks(size, timeout=60):

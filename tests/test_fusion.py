@@ -1,14 +1,11 @@
 """What is special to fusion.py."""
 
 import math
-import weakref
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from test_all import check_parity, optimizers_made
 from tests.harness import TINY, holds, load, mutants, train, world
@@ -59,19 +56,12 @@ def check_loss(name):
             close(one, other, msg="another gradient")
 
 
-class Peak(TorchDispatchMode):  # the most bytes alive at once of what operators made
-    def __enter__(self):
-        self.storages = weakref.WeakSet()
-        self.most = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
-        made = {x.untyped_storage() for x in tree_leaves(result) if torch.is_tensor(x)}
-        self.storages |= made - given
-        self.most = max(self.most, sum(storage.nbytes() for storage in self.storages))
-        return result
+def peak_of(call, *args):
+    """(the most bytes alive at once of what a call made, what it returns)."""
+    with load("tools/watch").Watch() as watch:
+        before = sum(size for _, size in watch.events)
+        result = call(*args)
+    return watch.held()["all"] - before, result
 
 
 def check_memory(name):
@@ -80,18 +70,15 @@ def check_memory(name):
     tiles = []
     for s in 1024, 4096:
         q, k, v = (torch.randn(1, 1, s, 64, requires_grad=True) for _ in range(3))
-        with Peak() as peak:
-            out = lesson.flash_attention(q, k, v)
-        tiles.append(peak.most - 4 * (64 * s + s))
+        peak, out = peak_of(lesson.flash_attention, q, k, v)
+        tiles.append(peak - 4 * (64 * s + s))
     assert tiles[0] == tiles[1] < 4 * 6 * 128**2, f"attention's tiles take {tiles}"
-    with Peak() as peak:
-        out.sum().backward()
-    assert peak.most == 4 * (4 * 64 * s + s) + 8, f"attention's gradients take {peak.most}"
+    peak, _ = peak_of(lambda: out.sum().backward())
+    assert peak == 4 * (4 * 64 * s + s) + 8, f"attention's gradients take {peak}"
     x, weight, targets = torch.randn(8192, 16), torch.randn(9999, 16), torch.randint(9999, (8192,))
-    with Peak() as peak:
-        lesson.linear_cross_entropy(x, weight, targets)
+    peak, _ = peak_of(lesson.linear_cross_entropy, x, weight, targets)
     formula = 4 * (1024 * 9999 + 8192 * 16 + 2 * 9999 * 16 + 2 * 1024 + 1)
-    assert peak.most == formula, f"the loss takes {peak.most}, not {formula}"
+    assert peak == formula, f"the loss takes {peak}, not {formula}"
 
 
 @pytest.mark.parametrize("part", ["attention", "loss", "optimizer", "attention loss optimizer"])

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from test_all import check_ledger, check_masters, check_parity
-from tests.harness import apart, error_of, holds, load, make_late, mutants, on_ranks
+from tests.harness import apart, error_of, holds, load, mutants, on_ranks
 
 STAGES = ("zero1", "zero2", "zero3")
 
@@ -99,7 +99,7 @@ def train(model, steps):
 
 
 @on_ranks(3)
-def check_odd(name, how=None, late=False, **options):
+def check_odd(name, how=None, **options):
     """An Odd ends in the weights of the plain one, which trains on all ranks' batches."""
     torch.manual_seed(0)
     steps = torch.randn(2, 2, 6, 4, 5, dtype=torch.float64)
@@ -109,8 +109,6 @@ def check_odd(name, how=None, late=False, **options):
     for tensor in model.state_dict().values():
         tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
     lesson, wrapped = wrap(name, model, Part, **options)
-    if late:
-        make_late(lesson)
     train(wrapped, steps.chunk(dist.get_world_size(), dim=2)[dist.get_rank()])
     state = getattr(wrapped, "full_state_dict", model.state_dict)()
     if dist.get_rank() and hasattr(lesson, "ShardedWeight"):
@@ -235,8 +233,7 @@ def check_gathering(name):
 
 BUCKETS = [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 0.001}, {"overlap": False}]
 odd = [partial(check_odd, **options) for options in ({"size": 1}, {}, {"size": 2, "how": recompute})]
-check_late = partial(check_odd, late=True, size=2)
-test_each_promise_is_kept = holds(("ddp", *STAGES), *odd, check_late, check_norm, check_adopted)
+test_each_promise_is_kept = holds(("ddp", *STAGES), *odd, check_norm, check_adopted)
 test_any_module_trains_in_any_buckets = holds("ddp", *[partial(check_odd, **options) for options in BUCKETS])
 test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
 test_zero3_has_one_unit_whole_or_two = holds("zero3", check_gathering)
@@ -245,8 +242,6 @@ MUTANTS = [
     ("zero1 zero2 zero3", "1 / self.world_size", "1", check_parity, "norms differ"),
     ("ddp", "div_(self.world_size)", "div_(1)", check_parity, "norms differ"),
     ("zero1 zero2 zero3", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
-    ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", check_late, "weights differ"),
-    ("zero1 zero2 zero3", "self.reduce_work.wait()", "pass", check_late, "weights differ"),
     ("ddp", "view.copy_(param.grad)", "view.add_(param.grad)", check_parity, "losses differ"),
     ("ddp", "view.zero_()", "pass", check_odd, "weights differ"),
     ("zero2", "queue_callback(self._end_backward)", "queue_callback(int)", check_odd, "weights differ"),
