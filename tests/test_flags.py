@@ -12,7 +12,7 @@ HUGE = 10**15
 BAD = {  # {command: {arguments: what the line names}}
     "plan.py": {
         "": "--params", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
-        "--size toy --layers 0": "--layers", "--size toy --heads 5": "--h", "--params inf": "--params",
+        "--params inf": "--params", "--size toy --layers 0": "--layers", "--size toy --heads 5": "--h",
         "--layers 2": "--heads --hidden --seq --vocab", "--params 1b --gpus 0": "--gpus 0: must be 1 or more",
         "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --recompute full": "--recompute", "7b": "7b",
         "--size toy --cp 3": "--cp 3", "--params 1b --json /no/file": "/no/file",

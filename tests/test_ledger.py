@@ -21,9 +21,6 @@ def check_formulas(name):
     ledger = load(name)
     letters = {"P": 100, "N": 4, "w": 2, "k": 3, "E": 7, "U": 11, "f": 1, "m": 4, "g": 1}
     for formula, value in {
-        "P": 100,
-        "2wP(N-1)/N": 2 * 2 * 100 * 3 / 4,
-        "mP/N + w(E+(1+f)U)": 4 * 100 / 4 + 2 * (7 + 2 * 11),
         "max(w(P/N+E+(2+g)U), mP/N)": 2 * (100 / 4 + 7 + 3 * 11),
         "kw(2P-E-(1+f)U)(N-1)/N": 3 * 2 * (200 - 7 - 22) * 3 / 4,
         "10P12": 12000,
