@@ -45,7 +45,7 @@ OWN = {
         "--top-k": ("1 2", "0 -1 99"),
         "--ep": ("1 2", "0 -1 5"),
         "--capacity-factor": ("1.25 inf", "nan -1"),
-        "--balance": ("0 0.1", "nan -1 x"),
+        "--balance": ("0 0.1 bias", "nan -1 x"),
     },
     "pipeline": {"--schedule": ("naive gpipe 1f1b interleaved", "zb-h1")},
     "zero_bubble": {"--schedule": ("1f1b zb-h1 zb-h2", "gpipe")},
