@@ -54,6 +54,7 @@ class MoE(nn.Module):
 
     Sets load (X,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond an
     expert's capacity; and balance_loss, 1 if all are equally busy (arXiv 2101.03961, section 2.2).
+    It chooses by probability plus bias (X,), an fp32 buffer, which train() moves after each step.
     """
 
     def __init__(self, width, hidden, experts, top_k=2, group=None, capacity_factor=math.inf):

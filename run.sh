@@ -38,7 +38,7 @@ test)
     ;;
 fuzz)
     set_up requirements-dev.txt "torch numpy pytest hypothesis"
-    FUZZ="${2:-$RANDOM} ${3:-200}" exec "$python" -m pytest --durations=0 -sq tests/test_fuzz.py
+    FUZZ="${2:-$RANDOM} ${3:-200}" exec "$python" -m pytest --durations=0 -sq test_all.py -k random_flags
     ;;
 lint)
     set_up requirements-dev.txt "ruff"

@@ -120,13 +120,13 @@ def vocab_parallel(embedding, tokens):
     vocab = embedding.num_embeddings
     own = tokens - dist.get_rank() * vocab // dist.get_world_size()
     elsewhere = (own < 0) | (own >= len(embedding.weight))
-    elsewhere &= (tokens >= 0) & (tokens < vocab)  # else the lookup fails, on all ranks
+    elsewhere &= (tokens >= 0) & (tokens < vocab)  # what no rank has fails on all of them
     found = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)
     return Leave.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 def parallel_cross_entropy(logits, targets, vocab):
-    """Losses (B, T/N), fp32 at least, of this rank's part of the vocab's logits and targets (B, T)."""
+    """Losses (B, T/N), fp32 at least, of logits (B, T, V/N), `vocab` in all, and targets (B, T)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = logits.logsumexp(-1)  # of this rank's V/N
     largest = total.detach().clone()
@@ -156,7 +156,7 @@ class SequenceParallel:
 
     def __init__(self, module, plan):
         self.module = module
-        self.split = {}  # parameter: (dim, its indices that are this rank's, whole shape)
+        self.split = {}  # parameter: (dim, this rank's indices along it, whole shape)
         world_size = dist.get_world_size()
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)

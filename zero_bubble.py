@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+cG       G, 2^24 at most, are in fp32 at a time
+    gradients     wR+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
     Activations of the microbatches in flight, from forward to W: min(k, N-i) in 1f1b, min(k, N) in zb-h1,
     min(k, 2N-1) in zb-h2. From B to W, what linear layers were given, and the gradients of their outputs.
@@ -149,13 +149,13 @@ class Pipeline(nn.Module):
                 layer.forward = partial(DeferredLinear.apply, self.later, layer.weight, layer.bias)
         self.ties = {}  # {parameter: the group that adds up its gradients}
         for param, ranks in self.ranks_of.items():
-            dist.broadcast(param.detach(), 0)
+            dist.broadcast(param.data, 0)
             if len(ranks) > 1:
-                self.ties[param] = dist.new_group(sorted(ranks))  # all ranks must call it
+                self.ties[param] = dist.new_group(ranks)  # all ranks must call it
             if self.rank not in ranks:
                 param.untyped_storage().resize_(0)
         self.groups = {op: dist.new_group() for op in "FB"}  # NCCL runs a group's messages in turn
-        self.like = [None, None]  # the shape and dtype of all messages
+        self.like = [None]  # a meta tensor like all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
         self.ahead = 0  # step 1 posts none early: the first message of two ranks on NCCL waits for both
@@ -194,10 +194,11 @@ class Pipeline(nn.Module):
     def _finish(self):
         while self.sent:
             self.sent.popleft().wait()
+        for param in self.parameters():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
         for param, group in self.ties.items():
             if param.requires_grad and self.rank in self.ranks_of[param]:
-                if param.grad is None:  # it counts as zero
-                    param.grad = torch.zeros_like(param)
                 dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
         self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
@@ -207,19 +208,18 @@ class Pipeline(nn.Module):
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
-            buffer = torch.empty(self.like[0], dtype=self.like[1], device=self.loss.device)
+            buffer = torch.empty_like(self.like[0], device=self.loss.device)
             self.posted.append((dist.irecv(buffer, stage - NEXT[op], self.groups[op]), buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
 
     def _send(self, op, stage, tensor):
-        form = [tensor.shape, tensor.dtype]
-        if self.like[0] is None:  # rank 0's first output tells all ranks
-            self.like = form
+        if self.like[0] is None:  # rank 0's first output tells all ranks the shape
+            self.like[0] = tensor.to("meta")
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
-        if form != self.like:
-            raise ValueError(f"messages must be alike: stage {stage} gets {form}, the first was {self.like}")
+        if tensor.shape != self.like[0].shape:
+            raise ValueError(f"stage {stage} gets {tensor.shape}: must be {self.like[0].shape}, as before")
         self.sent.append(dist.isend(tensor.contiguous(), stage, self.groups[op]))
         if len(self.sent) > AHEAD:
             self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
@@ -240,25 +240,25 @@ class Pipeline(nn.Module):
         """Give all ranks all layers."""
         for param, ranks in self.ranks_of.items():
             param.untyped_storage().resize_(param.nbytes)
-            dist.broadcast(param.detach(), min(ranks))
+            dist.broadcast(param.data, min(ranks))
 
 
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
         for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
-            masters = [nn.Parameter(param.float()) for param in group]
-            self.groups.append((group, masters, optimizer_class(masters, **options)))
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for params, masters, optimizer in self.groups:
-            for param, master in zip(params, masters):
-                if param.grad is not None:
-                    master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            optimizer.zero_grad()
-            torch._foreach_copy_(params, masters)
+            master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 def train(config):

@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
     parameters     (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients      wP+cG       G, 2^24 at most, are in fp32 at a time
+    gradients      wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
     optimizer      KP          K the moments: AdamW 8, in fp64 16; SGD 0
     activations    wbs(h(L/N+2)+2)+mbsv    when backward begins; m max(w, 4); wbshL/N can be on the host
     In backward 17wbsh more: 15 of a block, its input, the next one's. No buffer grows with the model (C_B).
@@ -180,18 +180,18 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
         for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
-            masters = [nn.Parameter(param.float()) for param in group]
-            self.groups.append((group, masters, optimizer_class(masters, **options)))
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
 
     @torch.no_grad()
     def step(self):
-        for params, masters, optimizer in self.groups:
-            for param, master in zip(params, masters):
-                if param.grad is not None:
-                    master.grad = param.grad.float()
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
             optimizer.step()
-            optimizer.zero_grad()
-            torch._foreach_copy_(params, masters)
+            master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 @torch.no_grad()

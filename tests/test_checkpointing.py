@@ -143,10 +143,7 @@ def check_kept(name):
     scores = 2 * 2 * tokens * context * width
     plain = {kernel: world(1).run(run_of, name, "--policy none", kernel)[0][3] for kernel in KERNELS}
     for kernel, flags, kept, recomputed in (
-        ("flash", "--policy none", 3 * flash, 0),
-        ("flash", "--policy full", 3 * u, 3 * products),
         ("flash", "--policy full --every 2", 2 * u + flash, 2 * products),
-        ("flash", "--policy selective", 30 * u + 3 * heads * tokens, 0),
         ("unfused", "--policy none", 3 * unfused, 0),
         ("unfused", "--policy selective", 27 * u, 3 * scores),
     ):

@@ -61,12 +61,12 @@ def together(function, name, rows):
 # ---- a rank on a pretended GPU ----
 
 
-def on_gpu(path, size, rank, accum, flags):
+def on_gpu(path, size, rank, accum, flags, main=None):
     name = Path(path).stem
     with tempfile.TemporaryDirectory() as folder:
         save = "" if name == "offload" else f"--save {folder}/weights.pt"
         flags = f"{TINY} --width 96 --vocab 264 --layers 2 --steps 2 --accum {accum} {save} {flags}"
-        gpu = Streams(path, rank, size).run(flags.replace("FOLDER", folder))
+        gpu = Streams(path, rank, size).run(flags.replace("FOLDER", folder), main)
     expected = dict(WAITS)
     for which, times in NAMED.items():
         if {name, *flags.split()}.issuperset(which.split()) and which.startswith(name):
@@ -79,29 +79,21 @@ def on_gpu(path, size, rank, accum, flags):
         if not thread.startswith(("up", "down")) and (step == 1 or (step == 0 and both and key in expected)):
             waits[key] += times
     expected += expected if both else {}
-    assert waits == expected, f"the host waits {waits}, not {expected}"
+    assert waits == expected or main, f"the host waits {waits}, not {expected}"
 
 
-def check_gpu(path, size=2, rank=1, accum=1, flags=""):
+def check_gpu(path, size=2, rank=1, accum=1, flags="", main=None):
     """A rank keeps what pretend.py and streams.py hold."""
-    pool().submit(on_gpu, path, size, rank, accum, flags).result()
+    pool().submit(on_gpu, path, size, rank, accum, flags, main).result()
 
 
-def dropped(path):
-    """zero_r.py in no_grad(): a checkpoint's memory is free while it is still being written."""
-
-    def forward(lesson, config):
-        device, _ = lesson.set_up(config)
-        x, store = torch.ones(96, device=device), lesson.Partitioned(device)
-        with torch.no_grad():
-            for _ in range(2):
-                x = lesson.checkpoint(torch.sin, x, store=store)
-
-    Streams((ROOT / path).with_suffix(".py"), 1, 2).run(TINY, forward)
-
-
-def check_dropped(path):
-    pool().submit(dropped, path).result()
+def no_grad(lesson, config):
+    """A checkpoint's memory is free while the checkpoint is still being written."""
+    device, _ = lesson.set_up(config)
+    x, store = torch.ones(96, device=device), lesson.Partitioned(device)
+    with torch.no_grad():
+        for _ in range(2):
+            x = lesson.checkpoint(torch.sin, x, store=store)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -175,6 +167,7 @@ TAKES, LATE = "takes memory that another stream still uses", "uses what another 
 LAUNCHES = "launches a collective on what another stream has not finished"
 BESIDE = "with self.beside():  # the shard's memory is that stream's: freed early, it is not reused early\n"
 EMPTY = "shard = torch.empty_like(own, **self.where)\n"
+check_dropped = partial(check_gpu, main=no_grad)
 EARLY = ("zero_r", f"{BESIDE}{' ' * 12}{EMPTY}", f"{EMPTY}{' ' * 8}{BESIDE}", check_dropped, TAKES)
 FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n            self.reduce_work.wait()"
 ON_GPU = [
@@ -229,7 +222,7 @@ ORDER = [
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
 ]
-test_memory_of_a_dropped_checkpoint_is_free_after_its_copy = holds("zero_r", check_dropped)
+test_memory_of_a_dropped_checkpoint_is_free_after_its_copy = holds(str(ROOT / "zero_r.py"), check_dropped)
 on_gpus = partial(check_gpu, accum=3, flags="--dtype bf16")
 test_a_mutant_is_rejected_on_gpus = mutants([(*row[:3], on_gpus, row[3]) for row in ON_GPU] + [EARLY])
 of_4 = partial(check_order, size=4)
