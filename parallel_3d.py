@@ -92,15 +92,15 @@ class Pair(torch.autograd.Function):
         return ctx.to_gradient(gradient), None, None
 
 
-def column_parallel(linear, mesh, x):  # (B, T, D) -> (B, T, F/t); each rank has a part of x's gradient
+def column_parallel(linear, mesh, x):  # (b, s, h) -> (b, s, out/t); each rank has a part of x's gradient
     return F.linear(Pair.apply(x, torch.detach, mesh.tp_sum), linear.weight, linear.bias)
 
 
-def row_parallel(linear, mesh, x):  # (B, T, F/t) -> (B, T, D); the bias counts once
+def row_parallel(linear, mesh, x):  # (b, s, in/t) -> (b, s, h); the bias counts once
     return Pair.apply(F.linear(x, linear.weight), mesh.tp_sum, torch.detach) + linear.bias
 
 
-def vocab_parallel(embedding, mesh, tokens):  # (B, T) -> (B, T, D); row i is rank i % t's
+def vocab_parallel(embedding, mesh, tokens):  # (b, s) -> (b, s, h); row i is rank i % t's
     own = tokens % mesh.tp == mesh.tp_rank
     found = F.embedding(tokens // mesh.tp * own, embedding.weight)
     found *= own.unsqueeze(-1)
@@ -108,7 +108,7 @@ def vocab_parallel(embedding, mesh, tokens):  # (B, T) -> (B, T, D); row i is ra
 
 
 def parallel_loss(mesh, logits, targets):
-    """Mean cross-entropy, in fp64, of this rank's logits (B, T, V/t) and targets (B, T)."""
+    """Mean cross-entropy, in fp64, of this rank's logits (b, s, v/t) and targets (b, s)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets.unsqueeze(-1)
     own = targets % mesh.tp == mesh.tp_rank
@@ -167,7 +167,7 @@ def stage_of(model, mesh):
     return nn.Sequential(*layers)
 
 
-def add_positions(positions, x):  # (B, T, D) -> (B, T, D)
+def add_positions(positions, x):  # (b, s, h) -> (b, s, h)
     return x + positions.weight[: x.shape[1]]
 
 
@@ -450,14 +450,14 @@ def set_up(config, choices="", replicas=None):  # check, and join the world; ret
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
-    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
+    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
     def __init__(self, heads, width):
         super().__init__()
         self.heads = heads
@@ -469,14 +469,14 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
+class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)

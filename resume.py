@@ -317,14 +317,14 @@ def set_up(config, choices="", replicas=None):  # check, and join the world; ret
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
-    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
+    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
     def __init__(self, heads, width):
         super().__init__()
         self.heads = heads
@@ -336,14 +336,14 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
+class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)

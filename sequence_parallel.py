@@ -1,7 +1,7 @@
 """Sequence parallelism: as tensor_parallel.py, with the regions between split layers split too, by tokens.
 
 Idea
-    In tensor_parallel.py all ranks compute all norms and residuals, and keep their inputs. Here each has T/N
+    In tensor_parallel.py all ranks compute all norms and residuals, and keep their inputs. Here each has s/N
     tokens there: what was an all-reduce is a reduce-scatter after a row-parallel layer, and an all-gather
     before a column-parallel one, which backward repeats (arXiv 2205.05198, section 4.2.2).
 
@@ -60,7 +60,7 @@ class Enter(torch.autograd.Function):
         return F.linear(shards.flatten(1, 2), weight, bias)
 
     @staticmethod
-    def backward(ctx, grad):  # (B, T, F/N)
+    def backward(ctx, grad):  # (b, s, out/N)
         x, weight = ctx.saved_tensors
         all_gather_work, shards = start_all_gather(x)
         reduce_scatter_work, partials = start_reduce_scatter(grad @ weight)
@@ -73,7 +73,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: x (B, T, D), partial -> (B, T/N, D)."""
+    """Reduce-scatter forward, all-gather backward: x (b, s, h), partial -> (b, s/N, h)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -89,13 +89,13 @@ class Leave(torch.autograd.Function):
 
 
 def start_all_gather(x):
-    """Start to gather the ranks' tokens. Returns the work and what it fills, (B, N, T/N, D)."""
+    """Start to gather the ranks' tokens. Returns the work and what it fills, (b, N, s/N, h)."""
     shards = x.new_empty(dist.get_world_size(), *x.shape)
     return all_gather(shards, x[None].contiguous(), async_op=True), shards.movedim(0, 1)
 
 
 def start_reduce_scatter(x):
-    """Start for x (B, T, D). Returns work, and what it fills to be summed: over gloo N x (B, T/N, D)."""
+    """Start for x (b, s, h). Returns work, and what it fills to be summed: over gloo N x (b, s/N, h)."""
     given = torch.stack(x.chunk(dist.get_world_size(), 1))
     if dist.get_backend() == "gloo":  # whose own is an all-reduce, which sends twice as much
         received = torch.empty_like(given)
@@ -105,18 +105,18 @@ def start_reduce_scatter(x):
 
 
 def column_parallel(linear, x):
-    """A linear layer with 1/N of its output features: x (B, T/N, D) -> (B, T, F/N)."""
+    """A linear layer with 1/N of its output features: x (b, s/N, h) -> (b, s, out/N)."""
     return Enter.apply(x, linear.weight, linear.bias)
 
 
 def row_parallel(linear, x):
-    """A linear layer with 1/N of its input features: x (B, T, F/N) -> (B, T/N, D)."""
+    """A linear layer with 1/N of its input features: x (b, s, in/N) -> (b, s/N, h)."""
     y = Leave.apply(F.linear(x, linear.weight))
     return y if linear.bias is None else y + linear.bias  # after the sum, which would have it N times
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows, or one more: tokens (B, T) -> (B, T/N, D). Megatron-LM pads them."""
+    """An embedding with 1/N of its rows, or one more: tokens (b, s) -> (b, s/N, h). Megatron-LM pads them."""
     vocab = embedding.num_embeddings
     own = tokens - dist.get_rank() * vocab // dist.get_world_size()
     elsewhere = (own < 0) | (own >= len(embedding.weight))
@@ -126,7 +126,7 @@ def vocab_parallel(embedding, tokens):
 
 
 def parallel_cross_entropy(logits, targets, vocab):
-    """Losses (B, T/N), fp32 at least, of logits (B, T, V/N), `vocab` in all, and targets (B, T)."""
+    """Losses (b, s/N), fp32 at least, of logits (b, s, v/N), `vocab` in all, and targets (b, s)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = logits.logsumexp(-1)  # of this rank's V/N
     largest = total.detach().clone()
@@ -134,7 +134,7 @@ def parallel_cross_entropy(logits, targets, vocab):
     own = targets - dist.get_rank() * vocab // dist.get_world_size()
     inside = (own >= 0) & (own < logits.shape[-1])
     of_target = logits.gather(-1, (own * inside).unsqueeze(-1)).squeeze(-1) - largest
-    sums = torch.stack([(total - largest).exp(), of_target * inside], -1)  # (B, T, 2), partial
+    sums = torch.stack([(total - largest).exp(), of_target * inside], -1)  # (b, s, 2), partial
     total, of_target = Leave.apply(sums).unbind(-1)
     return total.log() - of_target
 
@@ -150,7 +150,7 @@ PLAN = {  # pattern of names: (forward, dim of the weight that is split, matrice
 
 
 class SequenceParallel:
-    """As TensorParallel, with (B, T/N, D) between its layers. Every matrix must be in the plan.
+    """As TensorParallel, with (b, s/N, h) between its layers. Every matrix must be in the plan.
     A step: backward() of the ranks' own shares of one loss; clip_grad_norm_(); optimizer.step().
     """
 
@@ -176,7 +176,7 @@ class SequenceParallel:
             param.data = param.detach().index_select(dim, own)
         for name, param in module.named_parameters():
             if param.dim() > 1 and param not in self.split:
-                raise ValueError(f"{name} would see T/N tokens: plan its layer")
+                raise ValueError(f"{name} would see s/N tokens: plan its layer")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
@@ -337,14 +337,14 @@ def set_up(config, choices="", replicas=None):  # check, and join the world; ret
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
-    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
+    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
     def __init__(self, heads, width):
         super().__init__()
         self.heads = heads
@@ -356,14 +356,14 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
+class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -396,10 +396,10 @@ def print_step(config, step, loss, grad_norm, started):  # each .item() waits fo
 
 
 class ParallelGPT(GPT):
-    """A GPT whose head, this rank's part of the embedding, gives logits (B, T, V/N) of tokens (B, T)."""
+    """A GPT whose head, this rank's part of the embedding, gives logits (b, s, v/N) of tokens (b, s)."""
 
     def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight  # both of this rank's T/N tokens
+        x = self.tokens(tokens) + self.positions.weight  # both of this rank's s/N tokens
         for block in self.blocks:
             x = block(x)
         return Enter.apply(self.norm(x), self.tokens.weight, None)

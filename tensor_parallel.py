@@ -51,9 +51,9 @@ class Enter(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad):  # (B, T, F/N)
+    def backward(ctx, grad):  # (b, s, out/N)
         x, weight = ctx.saved_tensors
-        grad_x = grad @ weight  # (B, T, D), partial
+        grad_x = grad @ weight  # (b, s, h), partial
         work = dist.all_reduce(grad_x, async_op=True)
         grad = grad.flatten(0, -2)
         grad_weight = grad.T @ x.flatten(0, -2)
@@ -63,7 +63,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """All-reduce forward, identity backward (the paper's g): x (B, T, D), partial, is summed in place."""
+    """All-reduce forward, identity backward (the paper's g): x (b, s, h), partial, is summed in place."""
 
     @staticmethod
     def forward(ctx, x):
@@ -77,18 +77,18 @@ class Leave(torch.autograd.Function):
 
 
 def column_parallel(linear, x):
-    """A linear layer with 1/N of its output features: x (B, T, D), whole -> (B, T, F/N)."""
+    """A linear layer with 1/N of its output features: x (b, s, h), whole -> (b, s, out/N)."""
     return Enter.apply(x, linear.weight, linear.bias)
 
 
 def row_parallel(linear, x):
-    """A linear layer with 1/N of its input features: x (B, T, F/N) -> (B, T, D)."""
+    """A linear layer with 1/N of its input features: x (b, s, in/N) -> (b, s, h)."""
     y = Leave.apply(F.linear(x, linear.weight))
     return y if linear.bias is None else y + linear.bias  # after the sum, which would have it N times
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows, or one more: tokens (B, T) -> (B, T, D). Megatron-LM pads them."""
+    """An embedding with 1/N of its rows, or one more: tokens (b, s) -> (b, s, h). Megatron-LM pads them."""
     vocab = embedding.num_embeddings
     own = tokens - dist.get_rank() * vocab // dist.get_world_size()
     elsewhere = (own < 0) | (own >= len(embedding.weight))
@@ -98,7 +98,7 @@ def vocab_parallel(embedding, tokens):
 
 
 def parallel_cross_entropy(logits, targets, vocab):
-    """Losses (B, T), fp32 at least, of logits (B, T, V/N), `vocab` in all, and targets (B, T)."""
+    """Losses (b, s), fp32 at least, of logits (b, s, v/N), `vocab` in all, and targets (b, s)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = logits.logsumexp(-1)  # of this rank's V/N
     largest = total.detach().clone()
@@ -106,7 +106,7 @@ def parallel_cross_entropy(logits, targets, vocab):
     own = targets - dist.get_rank() * vocab // dist.get_world_size()
     inside = (own >= 0) & (own < logits.shape[-1])
     of_target = logits.gather(-1, (own * inside).unsqueeze(-1)).squeeze(-1) - largest
-    sums = torch.stack([(total - largest).exp(), of_target * inside], -1)  # (B, T, 2), partial
+    sums = torch.stack([(total - largest).exp(), of_target * inside], -1)  # (b, s, 2), partial
     total, of_target = Leave.apply(sums).unbind(-1)
     return total.log() - of_target
 
@@ -306,14 +306,14 @@ def set_up(config, choices="", replicas=None):  # check, and join the world; ret
     return device, torch.frombuffer(text, dtype=torch.uint8)
 
 
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, T)
-    windows = text.unfold(0, config.context + 1, 1)  # every (T + 1) bytes in a row, a view
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
+    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
     tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
+class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
     def __init__(self, heads, width):
         super().__init__()
         self.heads = heads
@@ -325,14 +325,14 @@ class Block(nn.Module):  # pre-norm, with H heads: (B, T, D) -> (B, T, D)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, D/H)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D/H) each
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):  # tokens (B, T) -> logits (B, T, V); the head is the embedding
+class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
     def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -365,7 +365,7 @@ def print_step(config, step, loss, grad_norm, started):  # each .item() waits fo
 
 
 class ParallelGPT(GPT):
-    """A GPT whose head, this rank's part of the embedding, gives logits (B, T, V/N) of tokens (B, T)."""
+    """A GPT whose head, this rank's part of the embedding, gives logits (b, s, v/N) of tokens (b, s)."""
 
     def forward(self, tokens):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]

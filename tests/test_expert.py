@@ -15,7 +15,7 @@ EXPERTS = 12
 
 
 def mixture(weights, x, top_k, capacity_factor=math.inf):
-    """(output, balance loss, chosen) of tokens x (T, D) on one device: every expert computes every token."""
+    """(output, balance loss, chosen) of tokens x (bs, h) on one device: every expert computes every token."""
     probs = (x @ weights["router.weight"].T).softmax(-1)
     scores = probs + weights["bias"]
     chosen = scores >= scores.sort(descending=True).values[:, top_k - 1 : top_k]

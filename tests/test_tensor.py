@@ -139,7 +139,7 @@ def check_said(name):
 
 
 SAID = {"tensor_parallel": ("nothing", "head is tied to a planned layer: plan it, too")}
-SAID["sequence_parallel"] = ("qkv.weight would see T/N tokens: plan its layer", "nothing")
+SAID["sequence_parallel"] = ("qkv.weight would see s/N tokens: plan its layer", "nothing")
 ORDER = {"tensor_parallel": "matmul, start sum, matmul, end sum"}
 ORDER["sequence_parallel"] = "start gather, matmul, start scatter, end gather, matmul, end scatter"
 

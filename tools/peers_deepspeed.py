@@ -66,7 +66,7 @@ class DeepSpeed(Peer):
 
 
 class Ulysses(OtherAttention):
-    """DeepSpeed's DistributedAttention, which takes (B, T, H, D/H)."""
+    """DeepSpeed's DistributedAttention, which takes (b, s, a, h/a)."""
 
     order = "contiguous"
 
