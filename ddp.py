@@ -23,15 +23,14 @@ Run
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Buckets as gradients land, compressed gradients; parameters that only some ranks use, or that are moved,
-    cast or replaced once wrapped; buffers, such as a batch norm's averages, are each rank's own.
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, buckets in order of
+    landing, compressed gradients; buffers, such as a batch norm's averages, are each rank's own.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections import deque
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._utils import _unflatten_dense_tensors as unflatten
 
 
 class DDP(nn.Module):
@@ -51,30 +51,23 @@ class DDP(nn.Module):
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
 
-    Here they travel during backward, several parameters' at once. All ranks start with rank 0's weights.
-    After a backward every .grad is the mean over ranks; parameters that got no gradient get zeros. All
-    backwards of a step but the last belong in no_sync(), else they send more. clip_grad_norm_() is optional.
-    bucket_cap_mb: MiB in an all-reduce (None: a fifth of all, at most 25). overlap: False waits for backward.
+    Here they travel during backward, a bucket's at once. All ranks start with rank 0's weights.
+    After a backward every .grad is the ranks' mean; parameters that got no gradient get zeros. All backwards
+    of a step but the last belong in no_sync(). bucket_cap_mb: MiB (None: a fifth of all, at most 25).
     """
 
-    def __init__(self, module, bucket_cap_mb=None, overlap=True, group=None):
+    def __init__(self, module, bucket_cap_mb=None, group=None):
         super().__init__()
         self.module = module
-        self.overlap = overlap
-        self.group = group
-        self.world_size = dist.get_world_size(group)
         self.syncing = True
-        self.unreduced = False  # whether gradients have landed that are no mean
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group_src=0, group=group)
-        params = [param for param in module.parameters() if param.requires_grad]
-        if bucket_cap_mb is None:
-            bucket_cap_mb = min(sum(param.nbytes for param in params) / 5 / 2**20, 25)
-        self.buckets = fill_buckets(params[::-1], bucket_cap_mb)  # about the order in which gradients land
-        self.to_launch = deque(self.buckets)
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.register_post_accumulate_grad_hook(partial(self._gradient_landed, bucket))
+        self.units = []
+        for params in fill_buckets(module, bucket_cap_mb):
+            unit = Unit(params, group)
+            for weight in unit.weights:
+                weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
+            self.units.append(unit)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -88,82 +81,91 @@ class DDP(nn.Module):
         finally:
             self.syncing = True
 
-    def _gradient_landed(self, bucket, param):
-        bucket.land(param)
-        self.unreduced = True
+    def _gradient_ready(self, unit, weight):
+        if weight not in unit.pending:
+            raise RuntimeError("a gradient came twice: a backward before this one has failed")
+        unit.collect(weight)
         if self.syncing:
-            if param not in bucket.pending:
-                raise RuntimeError("a gradient landed twice: a backward failed, or checkpoint() is reentrant")
-            bucket.pending.remove(param)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        # All ranks must launch buckets in the same order, or they would add up different ones.
-        while self.overlap and self.to_launch and not self.to_launch[0].pending:
-            self._launch()
+            if len(unit.pending) == len(unit.weights):
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            unit.pending.remove(weight)
+        for unit in self.units:  # in this order on all ranks, or they would add up different units
+            if unit.pending:
+                break
+            if not unit.reduce_work:
+                unit.start_reduce()
 
-    def _launch(self):
-        """Start the next bucket's all-reduce."""
-        bucket = self.to_launch.popleft()
-        for param in bucket.pending:
-            bucket.land(param)
-        bucket.work = dist.all_reduce(bucket.flat_grad, group=self.group, async_op=True)
-
-    @torch.no_grad()
     def _end_backward(self):
-        """Launch what is left, and make each .grad the ranks' mean, if that is not done."""
-        if not self.unreduced:
-            return
-        self.unreduced = False
-        while self.to_launch:
-            self._launch()
-        self.to_launch = deque(self.buckets)
-        for bucket in self.buckets:
-            bucket.work.wait()
-            bucket.pending = set(bucket.params)
-            bucket.flat_grad.div_(self.world_size)  # ranks' gradients were added up, and we want their mean
+        """Reduce what is left. Weights without a gradient count as zero."""
+        if any(unit.unreduced or unit.reduce_work for unit in self.units):
+            for unit in self.units:
+                if not unit.reduce_work:
+                    unit.start_reduce()
+            for unit in self.units:
+                unit.finish_reduce()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a norm of max_norm at most. Returns the norm."""
         self._end_backward()
-        squares = sum(bucket.flat_grad.square().sum(dtype=torch.float64) for bucket in self.buckets)
+        grads = [unit.flat_grad for unit in self.units]
+        squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
 
-class Bucket:
-    """Parameters whose gradients travel together, as views of flat_grad."""
+class Unit:
+    """Parameters, a bucket, whose gradients travel together. They move into views of flat_grad."""
 
-    def __init__(self, params):
-        self.params = params
-        self.pending = set(params)  # whose gradients have not landed
-        sizes = [param.numel() for param in params]
-        self.flat_grad = params[0].detach().new_zeros(sum(sizes))
-        self.views = {}
-        for param, piece in zip(params, self.flat_grad.split(sizes)):
-            self.views[param] = piece.view_as(param)
+    def __init__(self, params, group):
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
+        self.weights = params
+        self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
+        self.pending = set(self.weights)  # whose gradients are not ready
+        self.reduce_work = None
+        self.unreduced = False  # whether flat_grad has gradients that are no mean
 
-    def land(self, param):
-        """Move a parameter's gradient into flat_grad, where later backwards of the step will add to it."""
-        view = self.views[param]
-        if param.grad is None:
+    def collect(self, weight):
+        """Move a weight's gradient into flat_grad, where later backwards of the step will add to it."""
+        self.unreduced = True
+        view = self.grad_views[weight]
+        if weight.grad is None:
             view.zero_()
-        elif param.grad is not view:
-            view.copy_(param.grad)
-        param.grad = view
+        elif weight.grad is not view:
+            view.copy_(weight.grad)
+        weight.grad = view
+
+    def start_reduce(self):
+        """Start to all-reduce flat_grad."""
+        for weight in self.pending:
+            self.collect(weight)
+        self.unreduced = False
+        self.reduce_work = dist.all_reduce(self.flat_grad, group=self.group, async_op=True)
+
+    def finish_reduce(self):
+        """If an all-reduce is in flight, wait for it, and make the sum a mean."""
+        if self.reduce_work:
+            self.reduce_work.wait()
+            self.reduce_work = None
+            self.pending = set(self.weights)
+            self.flat_grad.div_(self.world_size)
 
 
-def fill_buckets(params, cap_mb):
-    """Buckets of cap_mb MiB and at most one parameter more. The first has 1 MiB, so that it leaves early."""
-    buckets = []
-    filling = []
-    for param, following in zip(params, [*params[1:], None]):
-        filling.append(param)
-        cap = cap_mb if buckets else min(cap_mb, 1)
-        is_full = sum(param.nbytes for param in filling) >= cap * 2**20
-        if is_full or getattr(following, "dtype", None) != param.dtype:
-            buckets.append(Bucket(filling))
-            filling = []
+def fill_buckets(module, cap_mb):
+    """Lists of parameters, the last ones first, each of cap_mb MiB and at most one parameter more."""
+    params = [param for param in module.parameters() if param.requires_grad][::-1]
+    if cap_mb is None:
+        cap_mb = min(sum(param.nbytes for param in params) / 5 / 2**20, 25)
+    buckets = [[params[0]]]
+    for param in params[1:]:
+        cap = cap_mb if len(buckets) > 1 else min(cap_mb, 1)  # the first one leaves early
+        is_full = sum(param.nbytes for param in buckets[-1]) >= cap * 2**20
+        if is_full or param.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+        buckets[-1].append(param)
     return buckets
 
 
@@ -190,28 +192,27 @@ def train(config):
     device, text = set_up(config, f" | bucket cap {config.bucket_cap_mb} | no-overlap {config.no_overlap}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
-    ddp = DDP(model, config.bucket_cap_mb, not config.no_overlap)
+    model = DDP(model, config.bucket_cap_mb)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        optimizer = MasterWeights(optimizer_class, model.parameters(), lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
-            with nullcontext() if i == config.accum else ddp.no_sync():
-                # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-                microloss = mean_loss(ddp(inputs), targets) / config.accum
+            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            microloss = mean_loss(model(inputs), targets) / config.accum
+            with nullcontext() if i == config.accum and not config.no_overlap else model.no_sync():
                 microloss.backward()
             loss += microloss.detach()
-        grad_norm = ddp.clip_grad_norm_(config.clip)
+        grad_norm = model.clip_grad_norm_(config.clip)
         optimizer.step()
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
     if config.save and rank == 0:
-        torch.save(model.state_dict(), config.save)
+        torch.save(model.module.state_dict(), config.save)
 
 
 def parse(arguments=None):

@@ -15,23 +15,23 @@ Communication
     network | gather 2  | gather 3  |           |            | reduce-scatter 3 | reduce-scatter 2 | 1
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
-    reduce-scatter    wP(N-1)/N                over gloo an all-to-all, which sends the same
+    reduce-scatter    wP(N-1)/N                over gloo an all-to-all: the same bytes; bf16 is rounded once
     all-gather        wP(N-1)/N                together what ddp.py's all-reduce sends
-    NCCL rounds a sum of bf16 at each of its N-1 hops, gloo's way once: losses differ in the last digits.
 
 Run
     torchrun --nproc_per_node=2 zero1.py
     torchrun --nproc_per_node=8 zero1.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
-    cast or replaced once wrapped.
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, nested units,
+    optimizers that are not elementwise, gradients zeroed in place for a fused one.
 """
 
 import argparse
 import os
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -41,9 +41,9 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._utils import _unflatten_dense_tensors as unflatten
 
-# torch 2.13 renamed these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -51,11 +51,10 @@ class ZeRO1(nn.Module):
     """Shards an optimizer's work on a module over the ranks of `group` (ZeRO, section 5.1).
 
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
+    share, form one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if
     the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
     After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
-    other shards, each with its `kind`, which an optimizer's groups may need.
-    `syncing` should be False in all backwards of a step but the last, else they send more.
+    other shards, each with its `kind`. All backwards of a step but the last belong in no_sync().
     """
 
     def __init__(self, module, unit_class, group=None):
@@ -71,7 +70,7 @@ class ZeRO1(nn.Module):
             unit.shard.kind = kind
             submodule.register_forward_pre_hook(unit.wait_for_unshard, prepend=True)
             for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(partial(self._gradient_landed, unit))
+                weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
             self.units.append(unit)
         self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
         module.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -80,15 +79,27 @@ class ZeRO1(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
+    @contextmanager
+    def no_sync(self):
+        """Within it, backward only adds to this rank's own gradients."""
+        self.syncing = False
+        try:
+            yield
+        finally:
+            self.syncing = True
+
     def _begin_forward(self, *_):
         for unit in self.units:
             unit.unshard()
 
-    def _gradient_landed(self, unit, weight):
+    def _gradient_ready(self, unit, weight):
+        if weight not in unit.pending:
+            raise RuntimeError("a gradient came twice: a backward before this one has failed")
         unit.collect(weight)
         if self.syncing:
-            unit.pending.discard(weight)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            if len(unit.pending) == len(unit.weights):
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            unit.pending.remove(weight)
         if not unit.pending:
             self.reducing.finish_reduce()
             self.reducing = unit
@@ -105,15 +116,11 @@ class ZeRO1(nn.Module):
     def clip_grad_norm_(self, max_norm):
         """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
         self._end_backward()
-        squares = self.shards[0].new_zeros(()).double()
-        for shard in self.shards:
-            if shard.grad is not None:
-                squares += shard.grad.square().sum()
+        grads = [shard.grad for shard in self.shards if shard.grad is not None]
+        squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
-        for unit in self.units:
-            unit.version = None  # the step will change the shard
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
     def full_state_dict(self):
@@ -127,46 +134,40 @@ class ZeRO1(nn.Module):
 class Unit:
     """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
 
-    The module gets `weights` in their place, views of flat_param: as buffers, so that state_dict() has
-    them and no optimizer takes them by mistake. Gradients move into views of flat_grad.
+    The module gets `weights` in their place: as buffers, so that state_dict() has them and no optimizer takes
+    them; views of flat_param, by .data, so that autograd takes no all-gather for a change of what it saved.
+    Gradients move into views of flat_grad.
     """
 
     def __init__(self, module, params, group):
         self.group = group
         self.world_size = dist.get_world_size(group)
         flat = nn.utils.parameters_to_vector(params).detach()
-        padding = -len(flat) % self.world_size
-        self.shapes = [param.shape for param in params]
-        self.sizes = [*(shape.numel() for shape in self.shapes), padding]
-        self.flat_param = F.pad(flat, (0, padding))
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.world_size))
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
+        self.part = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's
         self.grad_shard = self.flat_grad.chunk(self.world_size)[dist.get_rank(group)]
-        self.shard = nn.Parameter(self.own.data.to(torch.promote_types(flat.dtype, torch.float32)))
-        self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
-        self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
+        self.shard = nn.Parameter(self.part.data.to(torch.promote_types(flat.dtype, torch.float32)))
+        self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
+        self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
         weight_of = dict(zip(params, self.weights))
         for submodule in module.modules():
             for name, param in list(submodule._parameters.items()):
                 if param in weight_of:
                     delattr(submodule, name)
                     submodule.register_buffer(name, weight_of[param])
-        self.pending = set(self.weights)  # whose gradients have not landed
+        self.pending = set(self.weights)  # whose gradients are not ready
         self.all_gather_work = self.reduce_work = None
         self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
         self.version = self.shard._version
 
-    def views(self, flat):
-        """Parts of a flat vector, in the parameters' shapes."""
-        return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.shapes)]
-
     @torch.no_grad()
     def unshard(self):
-        """Start to all-gather the weights, if an optimizer's step has changed the shards."""
-        if self.version != self.shard._version:
+        """Start to all-gather the weights, if a step may have changed the shards (fused ones hide it)."""
+        if self.shard.grad is None or self.version != self.shard._version:
             self.version = self.shard._version
-            self.own.copy_(self.shard)
-            self.all_gather_work = all_gather(self.flat_param, self.own, group=self.group, async_op=True)
+            self.part.copy_(self.shard)
+            self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
 
     def wait_for_unshard(self, *_):
         if self.all_gather_work:
@@ -185,12 +186,11 @@ class Unit:
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
-        self.pending = set(self.weights)
+        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce; here N rows arrive, to be summed.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.own)
+        self.received = torch.empty_like(self.flat_grad if gloo else self.part)
         self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
 
     def finish_reduce(self):
@@ -198,9 +198,9 @@ class Unit:
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None
-            # Over gloo N rows have been received, else one.
+            self.pending = set(self.weights)
             self.flat_grad.zero_()
-            torch.sum(self.received.view(-1, len(self.own)), dim=0, out=self.grad_shard)
+            torch.sum(self.received.view(-1, len(self.part)), dim=0, out=self.grad_shard)
             self.shard.grad.copy_(self.grad_shard)
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
 
@@ -225,24 +225,25 @@ def train(config):
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
-    zero = ZeRO1(model, Block)
-    optimizer = OPTIMIZERS[config.optim](zero.parameters(), lr=config.lr, fused=True)
+    model = ZeRO1(model, Block)
+    optimizer_class = OPTIMIZERS[config.optim]
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
-            zero.syncing = i == config.accum
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(zero(inputs), targets) / config.accum
-            microloss.backward()
+            microloss = mean_loss(model(inputs), targets) / config.accum
+            with nullcontext() if i == config.accum else model.no_sync():
+                microloss.backward()
             loss += microloss.detach()
-        grad_norm = zero.clip_grad_norm_(config.clip)
+        grad_norm = model.clip_grad_norm_(config.clip)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
     if config.save:
-        state_dict = zero.full_state_dict()
+        state_dict = model.full_state_dict()
         if rank == 0:
             torch.save(state_dict, config.save)
 

@@ -9,23 +9,23 @@ Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
     gradients     mP/N + w(E+(2+g)U)           m max(w, 4); g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
+    Whole are the root's gradients, those of a unit in backward and of one that travels, and what it receives.
 
 Communication
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2       | backward 1       | clip
     network | gather 2  | gather 3  |           |            | reduce-scatter 3 | reduce-scatter 2 | 1
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
-    reduce-scatter    kwP(N-1)/N               over gloo an all-to-all, which sends the same
+    reduce-scatter    kwP(N-1)/N               over gloo an all-to-all: the same bytes; bf16 is rounded once
     all-gather        wP(N-1)/N                with one microbatch together what ddp.py sends
-    NCCL rounds a sum of bf16 at each of its N-1 hops, gloo's way once: losses differ in the last digits.
 
 Run
     torchrun --nproc_per_node=2 zero2.py
     torchrun --nproc_per_node=8 zero2.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
-    cast or replaced once wrapped.
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, nested units,
+    optimizers that are not elementwise, gradients zeroed in place for a fused one.
 """
 
 import argparse
@@ -41,9 +41,9 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._utils import _unflatten_dense_tensors as unflatten
 
-# torch 2.13 renamed these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -51,10 +51,10 @@ class ZeRO2(nn.Module):
     """Shards a module's gradients and optimizer states over the ranks of `group` (ZeRO, section 5.2).
 
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
+    share, form one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if
     the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
     After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
-    other shards, each with its `kind`, which an optimizer's groups may need.
+    other shards, each with its `kind`.
     """
 
     def __init__(self, module, unit_class, group=None):
@@ -69,7 +69,7 @@ class ZeRO2(nn.Module):
             unit.shard.kind = kind
             submodule.register_forward_pre_hook(unit.wait_for_unshard, prepend=True)
             for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(partial(self._gradient_landed, unit))
+                weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
             self.units.append(unit)
         self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
         module.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -82,10 +82,13 @@ class ZeRO2(nn.Module):
         for unit in self.units:
             unit.unshard()
 
-    def _gradient_landed(self, unit, weight):
+    def _gradient_ready(self, unit, weight):
+        if weight not in unit.pending:
+            raise RuntimeError("a gradient came twice: a backward before this one has failed")
         unit.collect(weight)
-        unit.pending.discard(weight)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if len(unit.pending) == len(unit.weights):
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        unit.pending.remove(weight)
         if not unit.pending:
             self.reducing.finish_reduce()
             self.reducing = unit
@@ -101,15 +104,11 @@ class ZeRO2(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
-        squares = self.shards[0].new_zeros(()).double()
-        for shard in self.shards:
-            if shard.grad is not None:
-                squares += shard.grad.square().sum()
+        grads = [shard.grad for shard in self.shards if shard.grad is not None]
+        squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
-        for unit in self.units:
-            unit.version = None  # the step will change the shard
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
     def full_state_dict(self):
@@ -123,46 +122,40 @@ class ZeRO2(nn.Module):
 class Unit:
     """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
 
-    The module gets `weights` in their place, views of flat_param: as buffers, so that state_dict() has
-    them and no optimizer takes them by mistake. Gradients move into views of flat_grad.
+    The module gets `weights` in their place: as buffers, so that state_dict() has them and no optimizer takes
+    them; views of flat_param, by .data, so that autograd takes no all-gather for a change of what it saved.
+    Gradients move into views of flat_grad.
     """
 
     def __init__(self, module, params, group):
         self.group = group
         self.world_size = dist.get_world_size(group)
         flat = nn.utils.parameters_to_vector(params).detach()
-        padding = -len(flat) % self.world_size
-        self.shapes = [param.shape for param in params]
-        self.sizes = [*(shape.numel() for shape in self.shapes), padding]
-        self.flat_param = F.pad(flat, (0, padding))
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.world_size))
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
-        self.shard = nn.Parameter(self.own.data.to(torch.promote_types(flat.dtype, torch.float32)))
-        self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
-        self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
-        self.flat_grad.untyped_storage().resize_(0)
+        self.part = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's
+        self.shard = nn.Parameter(self.part.data.to(torch.promote_types(flat.dtype, torch.float32)))
+        self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
+        self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
+        self.flat_grad.untyped_storage().resize_(0)  # views can be made only of a full one
         weight_of = dict(zip(params, self.weights))
         for submodule in module.modules():
             for name, param in list(submodule._parameters.items()):
                 if param in weight_of:
                     delattr(submodule, name)
                     submodule.register_buffer(name, weight_of[param])
-        self.pending = set(self.weights)  # whose gradients have not landed
+        self.pending = set(self.weights)  # whose gradients are not ready
         self.all_gather_work = self.reduce_work = None
         self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
         self.version = self.shard._version
 
-    def views(self, flat):
-        """Parts of a flat vector, in the parameters' shapes."""
-        return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.shapes)]
-
     @torch.no_grad()
     def unshard(self):
-        """Start to all-gather the weights, if an optimizer's step has changed the shards."""
-        if self.version != self.shard._version:
+        """Start to all-gather the weights, if a step may have changed the shards (fused ones hide it)."""
+        if self.shard.grad is None or self.version != self.shard._version:
             self.version = self.shard._version
-            self.own.copy_(self.shard)
-            self.all_gather_work = all_gather(self.flat_param, self.own, group=self.group, async_op=True)
+            self.part.copy_(self.shard)
+            self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
 
     def wait_for_unshard(self, *_):
         if self.all_gather_work:
@@ -171,21 +164,20 @@ class Unit:
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
-        self.finish_reduce()  # of the microbatch before
+        self.finish_reduce()  # of a backward before
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
         self.unreduced = True
         self.grad_views[weight].add_(weight.grad)
-        weight.grad = None  # freed
+        weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
-        self.pending = set(self.weights)
+        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce; here N rows arrive, to be summed.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.own)
+        self.received = torch.empty_like(self.flat_grad if gloo else self.part)
         self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
 
     def finish_reduce(self):
@@ -193,10 +185,10 @@ class Unit:
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None
-            # Over gloo N rows have been received, else one.
+            self.pending = set(self.weights)
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
-            for gradient in self.received.view(-1, len(self.own)):
+            for gradient in self.received.view(-1, len(self.part)):
                 self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
@@ -222,23 +214,24 @@ def train(config):
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
-    zero = ZeRO2(model, Block)
-    optimizer = OPTIMIZERS[config.optim](zero.parameters(), lr=config.lr, fused=True)
+    model = ZeRO2(model, Block)
+    optimizer_class = OPTIMIZERS[config.optim]
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
         for inputs, targets in microbatches(config, text, step, device, rank, world_size):
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(zero(inputs), targets) / config.accum
+            microloss = mean_loss(model(inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
-        grad_norm = zero.clip_grad_norm_(config.clip)
+        grad_norm = model.clip_grad_norm_(config.clip)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
     if config.save:
-        state_dict = zero.full_state_dict()
+        state_dict = model.full_state_dict()
         if rank == 0:
             torch.save(state_dict, config.save)
 

@@ -10,15 +10,15 @@ Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    mP/N + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
     gradients     mP/N + w(E+(2+g)U)           g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
+    Whole are the root's gradients, those of a unit in backward and of one that travels, and what it receives.
 
 Communication (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
     network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
-    reduce-scatter    kwP(N-1)/N               over gloo an all-to-all, which sends the same
+    reduce-scatter    kwP(N-1)/N               over gloo an all-to-all: the same bytes; bf16 is rounded once
     all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
-    NCCL rounds a sum of bf16 at each of its N-1 hops, gloo's way once: losses differ in the last digits.
     Nearly 3P elements for each microbatch, where ddp.py sends 2P in a step.
 
 Run
@@ -26,8 +26,8 @@ Run
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Nested units, optimizers that are not elementwise, parameters that only some ranks use, or that are moved,
-    cast or replaced once wrapped, sharding of what is frozen, prefetch in order of use.
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, nested units,
+    optimizers that are not elementwise, shards of what is frozen, prefetch as used, outputs of odd classes.
 """
 
 import argparse
@@ -43,10 +43,10 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.utils._pytree import tree_leaves
 
-# torch 2.13 renamed these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -54,7 +54,7 @@ class ZeRO3(nn.Module):
     """Shards a module's parameters, gradients and optimizer states over the ranks of `group` (section 5.3).
 
     Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, form one more, the root. All leave the module: zero.parameters() are this rank's shards, fp32 if
+    share, form one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if
     the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
     After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
     other shards, each with its `kind`. prefetch: units gathered ahead. reshard_after_forward: False
@@ -74,7 +74,7 @@ class ZeRO3(nn.Module):
             submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
             submodule.register_forward_hook(partial(self._post_forward, unit))
             for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(partial(self._gradient_landed, unit))
+                weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
             self.units.append(unit)
         for unit in self.units[-1 - prefetch :]:
             unit.reshard_after_forward = False  # backward begins with these
@@ -89,7 +89,7 @@ class ZeRO3(nn.Module):
 
     def _begin_forward(self, *_):
         for unit in self.units:
-            unit.reshard()  # some may be whole and old, or have got no gradient in their last backward
+            unit.reshard()  # some may be whole and old, after a forward without backward
 
     def _unshard_from(self, unit, direction):
         """All-gather a unit, and prefetch the next ones in this direction (1 or -1)."""
@@ -115,12 +115,15 @@ class ZeRO3(nn.Module):
         unit.in_backward = True
         self._unshard_from(unit, -1)
 
-    def _gradient_landed(self, unit, weight):
+    def _gradient_ready(self, unit, weight):
+        if weight not in unit.pending:
+            raise RuntimeError("a gradient came twice: a backward before this one has failed")
         unit.collect(weight)
-        unit.pending.discard(weight)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if len(unit.pending) == len(unit.weights):
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        unit.pending.remove(weight)
         if not unit.pending:
-            unit.reshard()
+            unit.reshard()  # all that reads a weight in backward has then given it its gradient
             self.reducing.finish_reduce()
             self.reducing = unit
             unit.start_reduce()
@@ -135,13 +138,11 @@ class ZeRO3(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
-        squares = self.shards[0].new_zeros(()).double()
-        for shard in self.shards:
-            if shard.grad is not None:
-                squares += shard.grad.square().sum()
+        grads = [shard.grad for shard in self.shards if shard.grad is not None]
+        squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
     def full_state_dict(self):
@@ -161,25 +162,23 @@ class ZeRO3(nn.Module):
 class Unit:
     """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
 
-    While it is whole, the module has `weights` in their place, views of flat_param: as buffers, so that
-    state_dict() has them and no optimizer takes them by mistake. Gradients move into views of flat_grad.
+    While whole, the module has `weights` in their place: as buffers, so that state_dict() has them and no
+    optimizer takes them; views of flat_param, by .data, so that autograd takes no all-gather for a change of
+    what it saved. Gradients move into views of flat_grad.
     """
 
     def __init__(self, module, params, device, group):
         self.group = group
         self.world_size = dist.get_world_size(group)
         flat = nn.utils.parameters_to_vector(params).detach().to(device=device)
-        padding = -len(flat) % self.world_size
-        self.shapes = [param.shape for param in params]
-        self.sizes = [*(shape.numel() for shape in self.shapes), padding]
-        self.flat_param = F.pad(flat, (0, padding))
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.world_size))
         dist.broadcast(self.flat_param, group_src=0, group=group)
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.own = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's part
-        self.shard = nn.Parameter(self.own.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
-        self.weights = [view.data.requires_grad_() for view in self.views(self.flat_param)]
-        self.grad_views = dict(zip(self.weights, self.views(self.flat_grad)))
-        self.flat_grad.untyped_storage().resize_(0)
+        self.part = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's
+        self.shard = nn.Parameter(self.part.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
+        self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
+        self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
+        self.flat_grad.untyped_storage().resize_(0)  # views can be made only of a full one
         weight_of = dict(zip(params, self.weights))
         self.slots = []  # (submodule, name, weight)
         for submodule in module.modules():
@@ -189,15 +188,11 @@ class Unit:
         for submodule, name, weight in self.slots:
             delattr(submodule, name)
             submodule.register_buffer(name, weight)
-        self.pending = set(self.weights)  # whose gradients have not landed
+        self.pending = set(self.weights)  # whose gradients are not ready
         self.all_gather_work = self.reduce_work = None
         self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
         self.nothing = ShardedWeight()
         self.reshard()
-
-    def views(self, flat):
-        """Parts of a flat vector, in the parameters' shapes."""
-        return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.shapes)]
 
     @torch.no_grad()
     def unshard(self):
@@ -205,8 +200,8 @@ class Unit:
         storage = self.flat_param.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.flat_param.nbytes)
-            self.own.copy_(self.shard)
-            self.all_gather_work = all_gather(self.flat_param, self.own, group=self.group, async_op=True)
+            self.part.copy_(self.shard)
+            self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
 
     def wait_for_unshard(self):
         if self.all_gather_work:
@@ -228,21 +223,20 @@ class Unit:
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
-        self.finish_reduce()  # of the microbatch before
+        self.finish_reduce()  # of a backward before
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
         self.unreduced = True
         self.grad_views[weight].add_(weight.grad)
-        weight.grad = None  # freed
+        weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's own is an all-reduce, which sends twice as much.)"""
-        self.pending = set(self.weights)
+        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce; here N rows arrive, to be summed.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.own)
+        self.received = torch.empty_like(self.flat_grad if gloo else self.part)
         self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
 
     def finish_reduce(self):
@@ -250,10 +244,10 @@ class Unit:
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None
-            # Over gloo N rows have been received, else one.
+            self.pending = set(self.weights)
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
-            for gradient in self.received.view(-1, len(self.own)):
+            for gradient in self.received.view(-1, len(self.part)):
                 self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
@@ -283,23 +277,24 @@ def train(config):
     device, text = set_up(config, f" | prefetch {config.prefetch} | no-reshard {config.no_reshard}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(DTYPES[config.dtype])
-    zero = ZeRO3(model, Block, config.prefetch, not config.no_reshard, device)
-    optimizer = OPTIMIZERS[config.optim](zero.parameters(), lr=config.lr, fused=True)
+    model = ZeRO3(model, Block, config.prefetch, not config.no_reshard, device)
+    optimizer_class = OPTIMIZERS[config.optim]
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
         for inputs, targets in microbatches(config, text, step, device, rank, world_size):
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(zero(inputs), targets) / config.accum
+            microloss = mean_loss(model(inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
-        grad_norm = zero.clip_grad_norm_(config.clip)
+        grad_norm = model.clip_grad_norm_(config.clip)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
     if config.save:
-        state_dict = zero.full_state_dict()
+        state_dict = model.full_state_dict()
         if rank == 0:
             torch.save(state_dict, config.save)
 
