@@ -6,10 +6,15 @@ Idea
     steps fp32 copies of the weights, the masters, and rounds them: a bf16 number has 8 significant bits, so
     most updates of a bf16 weight would round to nothing (ZeRO, arXiv 1910.02054, section 3.1).
 
-Memory (bytes; P parameters)
-    parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients     wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
-    optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
+Memory (bytes; the letters mean the same in all lessons, in formulas and in shapes)
+    parameters    (w+c)P      weights, and in bf16 their masters
+    gradients     wP+3cG/2    in bf16, G of them are put together at a time, in bf16 and in fp32
+    optimizer     KP          moments
+    N ranks, i one of them; k microbatches of a rank in a step; b sequences in one; s tokens in a sequence;
+    L blocks; a heads; h width; v vocabulary; P parameters; U those of a block or unit; E those in none;
+    w bytes of a weight: fp32 4, bf16 2, fp64 8; m bytes of a number that the optimizer sees: max(w, 4);
+    c bytes of the fp32 master of a bf16 weight: 4, else 0; K bytes of a weight's moments: AdamW 2m, SGD 0;
+    G numbers put together at a time: 2^24 at most; g 1 over gloo, for its receive buffer, else 0.
 
 Communication
     None: | forward | backward | forward | backward | ... | clip | step |
