@@ -205,7 +205,7 @@ def train(config):
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
         if config.noise_scale and rank == 0:
-            print(f"noise scale {noise[0] / noise[1]:.1f} sequences")
+            print(f"noise scale {noise[0] / noise[1]:.1f} sequences")  # of moving averages
         optimizer.step()
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)

@@ -9,8 +9,8 @@ Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters
     parameters    (w+c)P
     gradients     2mP                             each parameter's, and all in one flat tensor
     optimizer     KP
-    activations   bs((16L+2)wh+(4L+2+aL)m)+whv    the terms are checkpointing.py's, but the loss
-    keeps no logits: its two gradients, in whv the weight's. Plain attention holds about 4mLabs^2 more.
+    activations   bs((16L+2)wh+(4L+2+aL)m)+whv    terms as in checkpointing.py
+    The loss keeps no logits but two gradients: x's and, in whv, the head's. Plain attention: 4mLabs^2 more.
 
 Communication
     | forward and loss | backward | all-reduce | clip, step |
