@@ -1,21 +1,23 @@
 """Activation checkpointing: forward keeps the input of a block and drops the rest; backward recomputes it.
 
 Idea
-    Backward needs what forward computed, in a transformer block 16bsh numbers. A checkpoint keeps the block's
-    input, drops the rest, and runs the block's forward again in backward (arXiv 1604.06174).
+    Backward needs what forward computed. A checkpoint keeps a block's input, drops the rest, and runs the
+    block's forward again in backward (arXiv 1604.06174).
     Selective recomputation also keeps the outputs of matrix products and of attention, and recomputes what is
     fast: norms, GELU, scores and softmax if not fused (after arXiv 2205.05198, section 5).
 
-Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
-    parameters     (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients      wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
-    optimizer      KP          K the moments: AdamW 8, in fp64 16; SGD 0
-    activations    wbs(h(16L+2)+4L+2)+mbs(aL+v)    with --policy none, when backward begins; m max(w, 4)
-    activations    wbs(h(L+2)+2)+mbsv              with --policy full; in backward 15wbsh of one block more
-    activations    wbs(h(10L+2)+2)+mbs(aL+v)       with --policy selective; in backward 7wbsh more
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+    parameters     (w+c)P
+    gradients      wP+3cG/2                      G at most 2^24, put together in bf16 and fp32
+    optimizer      KP
+    activations    bs((16L+2)wh+(4L+2+aL+v)m)    with --policy none, when backward begins
+    activations    bs((L+2)wh+(2+v)m)            with --policy full; in backward 15wbsh of one block more
+    activations    bs((10L+2)wh+(2+aL+v)m)       with --policy selective; in backward 7wbsh more
+    A block has 16h a token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4
+    numbers of norms, a of heads (log-sum-exp). The last norm has 2h and 2 numbers, the loss v.
 
 Communication
-    None: ranks train on the same batch, as those of a tensor-parallel group do.
+    Ranks train on the same batch, as those of a tensor-parallel group do.
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
 Costs
@@ -60,14 +62,14 @@ def checkpoint(function, *args, keep=()):
     Its arguments and parameters must not change between the two runs. Random numbers are the same in both.
     keep: ATen operators whose outputs are kept, such as EXPENSIVE (arXiv 2205.05198, section 5).
     """
-    this = Checkpoint(function, args, keep)
-    result = this.run(this.pack, args)
-    del this.outputs[this.outputs_needed :]
+    call = Checkpoint(function, args, keep)
+    result = call.run(call.pack, args)
+    del call.outputs[call.outputs_needed :]
     return result
 
 
 class Checkpoint:
-    """A call of checkpoint(): what forward keeps, and the way back to what it dropped.
+    """A call of checkpoint(): what forward keeps, and how backward gets the rest.
 
     Autograd gives pack() each tensor that it would save for backward, and saves a number in its place. When
     backward asks unpack() for one, the function runs again and saves the same tensors in the same order.
@@ -85,8 +87,8 @@ class Checkpoint:
 
     def run(self, pack, args):
         """Call the function. pack() is given what autograd would save for backward."""
-        keep = Keep(self.keep, self.outputs) if self.keep else nullcontext()
-        with saved_tensors_hooks(pack, self.unpack), keep:
+        mode = KeepOutputs(self.keep, self.outputs) if self.keep else nullcontext()
+        with saved_tensors_hooks(pack, self.unpack), mode:
             return self.function(*args)
 
     def pack(self, tensor):
@@ -103,39 +105,39 @@ class Checkpoint:
         """Run the function as in forward, until it has computed what backward needs."""
         self.recomputed = {}
         before = swap_random_states(self.random_states)
-        with suppress(Enough), torch.enable_grad():
-            self.run(self.collect, self.args)
+        with suppress(StopRecomputation), torch.enable_grad():
+            self.run(self.pack_again, self.args)
         swap_random_states(before)
         assert len(self.recomputed) == len(self.dropped), "recomputed, a function saved fewer tensors"
 
-    def collect(self, tensor):
+    def pack_again(self, tensor):
         number = len(self.recomputed)
         assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed, a tensor differs"
         self.recomputed[number] = tensor.detach()  # else its graph would keep this checkpoint alive
         if len(self.recomputed) == len(self.dropped):
-            raise Enough
+            raise StopRecomputation
 
 
-class Enough(BaseException):
-    """Ends a function that has computed what backward needs. No `except Exception` in it stops this."""
+class StopRecomputation(BaseException):
+    """Ends a function that has computed what backward needs, also in a `try` with `except Exception`."""
 
 
-class Keep(TorchDispatchMode):
-    """In the first run, keeps what these operators return; in the second, returns that in their place."""
+class KeepOutputs(TorchDispatchMode):
+    """In forward, keeps what these operators return; when recomputing, returns that without calling them."""
 
     def __init__(self, operators, outputs):
         super().__init__()
         self.operators = operators
-        self.outputs = outputs  # (operator, output, its version, random states after it)
+        self.outputs = outputs  # (operator, output, its version, random states after it if it draws)
         self.number = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.overloadpacket not in self.operators:
             return operator(*args, **(kwargs or {}))
         self.number += 1
-        if self.number > len(self.outputs):  # the first run
+        if self.number > len(self.outputs):  # in forward
             result = operator(*args, **(kwargs or {}))
-            # Here detach() would start a new count of in-place changes; with the guard it shares the old.
+            # In a mode detach() gives a version counter of its own; with this guard, the result's.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             after = swap_random_states() if torch.Tag.nondeterministic_seeded in operator.tags else ()
@@ -177,7 +179,7 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
+    """torch.nn.utils.clip_grad_norm_ with sums in fp64: torch rounds its own to the gradients' dtype."""
     params = list(params)
     norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
     nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))
@@ -216,7 +218,7 @@ def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--policy", default="full", choices=["none", "full", "selective"])
-    own.add_argument("--every", type=int, default=1, choices=range(1, 9), help="only every k-th block")
+    own.add_argument("--every", type=int, default=1, choices=range(1, 9), help="2: every second block")
     return read_flags(arguments, own)
 
 

@@ -1,14 +1,14 @@
 """Collectives: what an all-reduce is made of, from send and receive alone.
 
 Idea
-    A ring cuts x into N chunks; in every round each rank passes one to its right neighbor: none sends more
-    than it must, but rounds are many. Doubling takes lg N, which counts for a few bytes (Thakur et al. 2005).
-    In functions x is flat and contiguous, of any dtype and length, the same on all ranks, and has S bytes.
+    A ring cuts x into N chunks; in each round a rank passes one to its right neighbor: few bytes, but many
+    rounds. Doubling takes only lg N rounds (lg: base 2), which is faster for a small x (Thakur et al. 2005).
+    In all functions x is flat and contiguous, of one dtype and length on all ranks, and has S bytes.
 
-Memory (bytes; P parameters)
-    parameters    (w+c)P                 w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     2mP+min(1,N-1)mP/N     m: fp32 4, fp64 8; each, all in a flat tensor, and a chunk received
-    optimizer     KP                     K the moments: AdamW 8, in fp64 16; SGD 0
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+    parameters    (w+c)P
+    gradients     2mP+min(1,N-1)mP/N     each parameter's, all in a flat tensor; if N > 1 a chunk received
+    optimizer     KP
 
 Communication (ring_all_reduce: the chunk that a rank sends in each round of its two halves)
     rank 0: reduce-scatter | 2 | 1 | all-gather | 0 | 2 |
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 
 
 def exchange(given, to, received, source, group):
-    """Send and receive at once: if all ranks of a ring sent first, none would receive. None: only one."""
+    """Send and receive at once: if all ranks of a ring sent first, none would receive. None: not that one."""
     ops = []
     for op, x, peer in (dist.irecv, received, source), (dist.isend, given, to):
         if x is not None:
@@ -71,14 +71,14 @@ def ring_reduce_scatter(x, group=None, out=None):
     """Return chunk `rank` of the sum of all ranks' x, cut by tensor_split. N-1 rounds, S(N-1)/N bytes."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if out is None:
-        out = x.clone()  # else out is x, in which partial sums may stand
+        out = x.clone()  # else out is x, which partial sums may overwrite
     chunks = out.tensor_split(world_size)
     buffer = torch.empty_like(chunks[0])
     for i in range(1, world_size):
-        own = chunks[rank - i - 1]
-        received = buffer[: len(own)]
+        partial = chunks[rank - i - 1]  # indices below 0 go round the ring
+        received = buffer[: len(partial)]
         exchange(chunks[rank - i], rank + 1, received, rank - 1, group)
-        own += received
+        partial += received
     return chunks[rank]
 
 
@@ -125,19 +125,19 @@ def halving_doubling_all_reduce(x, group=None):
 
 @contextmanager
 def folded(x, group):
-    """Yield partners among 2^k ranks. Each rank beyond adds x to one's before, and gets the sum after."""
+    """Yield partners in the largest power of two. Ranks beyond it hand in x before, and get the sum after."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    *partners, beyond = [rank ^ 2**i for i in range(world_size.bit_length())]
-    if beyond < rank:
-        exchange(x, beyond, None, None, group)
+    *partners, other = [rank ^ 2**i for i in range(world_size.bit_length())]  # one for each bit
+    if other < rank:  # this rank is beyond
+        exchange(x, other, None, None, group)
         yield []
-        exchange(None, None, x, beyond, group)
-    elif beyond < world_size:
+        exchange(None, None, x, other, group)
+    elif other < world_size:  # the other is
         received = torch.empty_like(x)
-        exchange(None, None, received, beyond, group)
+        exchange(None, None, received, other, group)
         x += received
         yield partners
-        exchange(x, beyond, None, None, group)
+        exchange(x, other, None, None, group)
     else:
         yield partners
 
@@ -156,31 +156,31 @@ def pairwise_all_to_all(x, group=None):
 def compare(config):
     """Print the ms of each all-reduce, and of the library's, for 4 bytes, 32 bytes and so on."""
     device, _ = set_up(config, replicas=1)
-    every = ring_all_reduce, recursive_doubling_all_reduce, halving_doubling_all_reduce, dist.all_reduce
+    all_reduces = ring_all_reduce, recursive_doubling_all_reduce, halving_doubling_all_reduce, dist.all_reduce
     x = torch.zeros(1, device=device)
     while x.nbytes <= config.megabytes * 1e6:
         line = f"{x.nbytes:>9} bytes"
-        for all_reduce in every:
+        for all_reduce in all_reduces:
             all_reduce(x)
             float(x[0])  # waits for the device, and all ranks
             started = time.perf_counter()
             for _ in range(5):
                 all_reduce(x)
             float(x[0])
-            line += f" | {all_reduce.__name__} {200 * (time.perf_counter() - started):.2f} ms"
+            line += f" | {all_reduce.__name__} {1e3 / 5 * (time.perf_counter() - started):.2f} ms"
         if dist.get_rank() == 0:
             print(line)
         x = x.repeat(8)
 
 
-def gradient_noise(sum_of_squares, square_of_mean, k, samples):
-    """Estimate (tr(Sigma), |G|^2) from k gradients' sum of |g|^2 and their mean's (1812.06162, A.1)."""
-    trace = samples / k * (sum_of_squares - k * square_of_mean) / (k - 1)
+def gradient_noise(sum_of_squares, square_of_mean, n, samples):
+    """Estimate a sample's variance and the square of the true gradient from n gradients (1812.06162, A.1)."""
+    trace = samples / n * (sum_of_squares - n * square_of_mean) / (n - 1)
     return torch.stack([trace, square_of_mean - trace / samples])
 
 
 def train(config):
-    """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
+    """Train with these flags. In bf16 the model has fp32 masters, and `weights` are casts of them."""
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, torch.promote_types(DTYPES[config.dtype], torch.float32))
@@ -205,7 +205,7 @@ def train(config):
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
         if config.noise_scale and rank == 0:
-            print(f"noise scale {noise[0] / noise[1]:.1f} sequences")
+            print(f"noise scale {noise[0] / noise[1]:.1f} sequences")  # of moving averages
         optimizer.step()
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)
@@ -217,7 +217,7 @@ def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--train", action="store_true", help="train with ring_all_reduce")
-    own.add_argument("--noise-scale", action="store_true", help="train, and print tr(Sigma) / |G|^2")
+    own.add_argument("--noise-scale", action="store_true", help="train, and print the gradient noise scale")
     own.add_argument("--megabytes", type=float, default=20, help="the largest size without --train")
     return read_flags(arguments, own, megabytes=(0, 1e6))
 

@@ -1,15 +1,15 @@
 """Asynchronous data parallelism: a parameter server, and workers that need not wait for one another.
 
 Idea
-    Workers pull the weights, compute a gradient of a share of a batch and push it, again and again. asp: each
-    push is an update, stale if others came since the pull (Dean et al., NIPS 2012, section 4.1). ssp: nobody
-    begins over K pushes ahead of the slowest (Ho et al., NIPS 2013, section 2). bsp: N pushes are one update.
+    Workers pull weights, compute a gradient of a share of a batch, push it, and begin again. asp: each push
+    is an update, stale if others came since the pull (Dean et al., NIPS 2012, 4.1). ssp: nobody begins a task
+    over S (--staleness) pushes ahead of the slowest (Ho et al., NIPS 2013, 2). bsp: N pushes are one update.
 
-Memory (bytes; P parameters, N workers)
+Memory (bytes; N workers; w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
                   server       a worker
-    parameters    (w+c)P       wP    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP+3cG/2     wP    G, 2^24 at most, are put together at a time, in bf16 and fp32
-    optimizer     KP           0     K the moments: AdamW 8, in fp64 16; SGD 0
+    parameters    (w+c)P       wP
+    gradients     wP+3cG/2     wP    G at most 2^24, put together in bf16 and fp32
+    optimizer     KP           0
 
 Communication (asp)
     the server | pulls                       | update | pull                 | update |      | update |
@@ -17,8 +17,8 @@ Communication (asp)
     worker 1   | pull | forward and backward, but more slowly                       | push   | pull ...
 
 Costs (bytes through the server for N pushes, which are a step)
-    send    2NwP    pulls and pushes
-    In ssp a push is (N-1)(2K+1) updates old at most: from others that were K behind and get K+1 ahead.
+    send    2NwP    weights pulled, gradients pushed
+    In ssp a push is at most (N-1)(2S+1) updates old: the others were S behind at its pull, and get S+1 ahead.
 
 Run
     python dp_async.py --mode asp --workers 4 --slow 0=4
@@ -60,9 +60,9 @@ class Server:
         self.most_ahead = {"bsp": 0, "ssp": staleness, "asp": math.inf}[mode]  # pushes
         self.max_norm = max_norm or math.inf
         self.pushes_per_update = workers if mode == "bsp" else 1
-        self.turn = threading.Condition()  # the lock of all that follows, notified of every change
+        self.condition = threading.Condition()  # the lock of all that follows, notified of every change
         self.tasks = deque(tasks)  # those that nobody has begun
-        self.doing = {}  # {worker: its task}
+        self.doing = {}  # {worker: the task it has begun}
         self.clocks = dict.fromkeys(range(workers), 0)  # {worker that has not failed: its pushes}
         self.inbox = deque()  # pushes that wait for serve()
         self.version = 0  # the number of updates
@@ -70,13 +70,13 @@ class Server:
         self.error = None
 
     def may_go_on(self, worker):
-        """The rule: so many pushes a worker may be ahead of the slowest when it begins a task."""
+        """The rule: a worker that begins a task is at most so many pushes ahead of the slowest."""
         return self.clocks[worker] <= min(self.clocks.values()) + self.most_ahead
 
     def take(self, worker):
-        """Wait until the worker may go on. Returns its task, or None if there will be no more."""
-        with self.turn:
-            self.turn.wait_for(lambda: self.may_go_on(worker) if self.tasks else not self.doing)
+        """Wait until the worker may go on. Returns its task, or None when all have been done: see lose()."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.may_go_on(worker) if self.tasks else not self.doing)
             if self.tasks:
                 self.doing[worker] = self.tasks.popleft()
             return self.doing.get(worker)
@@ -84,29 +84,29 @@ class Server:
     @torch.no_grad()
     def pull(self, replica):
         """Copy the weights into a worker's replica of the module. Returns their version."""
-        with self.turn:
-            for own, param in zip(replica.parameters(), self.module.parameters()):
-                own.copy_(param)
+        with self.condition:
+            for copied, param in zip(replica.parameters(), self.module.parameters()):
+                copied.copy_(param)
             return self.version
 
     def push(self, worker, replica, version, loss):
-        """Wait until the server has taken the gradients that the replica has of weights of this version."""
-        with self.turn:
+        """Hand in the replica's gradients, of weights of this version, and wait until the server has them."""
+        with self.condition:
             self.inbox.append((worker, replica, version, loss))
-            self.turn.notify_all()
-            self.turn.wait_for(lambda: worker not in self.doing)
+            self.condition.notify_all()
+            self.condition.wait_for(lambda: worker not in self.doing)
         replica.zero_grad()
 
     def lose(self, worker, error):
         """A worker failed: another does its task. In bsp, or if none is left, the run ends with its error."""
-        with self.turn:
+        with self.condition:
             del self.clocks[worker]
             if worker in self.doing:
                 self.tasks.appendleft(self.doing.pop(worker))
             if self.mode == "bsp" or not self.clocks:
                 self.stop(error)
             print(f"worker {worker} failed: {error!r}", file=sys.stderr)
-            self.turn.notify_all()
+            self.condition.notify_all()
 
     def __enter__(self):
         return self
@@ -116,18 +116,18 @@ class Server:
 
     def stop(self, error):
         """Let the workers end, and serve() raise the error."""
-        with self.turn:
+        with self.condition:
             self.error = error
             self.tasks.clear()
             self.doing.clear()
-            self.turn.notify_all()
+            self.condition.notify_all()
 
     def serve(self, pushes):
         """Apply so many pushes. Returns the mean of their losses and the gradient norm of the last update."""
         losses = []
         for _ in range(pushes):
-            with self.turn:
-                self.turn.wait_for(lambda: self.error or self.inbox)
+            with self.condition:
+                self.condition.wait_for(lambda: self.error or self.inbox)
                 if self.error:
                     raise self.error
                 worker, replica, version, loss = self.inbox.popleft()
@@ -136,7 +136,7 @@ class Server:
                 self.clocks[worker] += 1
                 del self.doing[worker]
                 norm = self.apply(worker, replica)
-                self.turn.notify_all()
+                self.condition.notify_all()
         return torch.tensor(losses, dtype=torch.float64).mean(), norm
 
     def apply(self, worker, replica):
@@ -145,7 +145,7 @@ class Server:
             if copied.grad is not None:
                 gradient = copied.grad.to(param.device, copy=True)
                 param.grad = gradient if param.grad is None else param.grad.add_(gradient)
-        if self.mode == "bsp" and not self.may_go_on(worker):
+        if self.mode == "bsp" and not self.may_go_on(worker):  # others have yet to push
             return None
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm() / self.pushes_per_update
@@ -187,7 +187,7 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 
 def train_share(server, worker, replica, step, share, config, text, times):
-    """A task: push the gradient of a share. The host waits for it, once, to take so many times as long."""
+    """A task: push the gradient of a share. To be slow, it sleeps until `times` as much time has passed."""
     batches = microbatches(config, text, step, replica.norm.weight.device, share, config.workers)
     version = server.pull(replica)
     started = time.perf_counter()
@@ -197,7 +197,7 @@ def train_share(server, worker, replica, step, share, config, text, times):
         microloss = mean_loss(replica(inputs), targets) / config.accum
         microloss.backward()
         loss += microloss.detach()
-    loss = loss.item()
+    loss = loss.item()  # waits for the device
     time.sleep((times - 1) * (time.perf_counter() - started))
     server.push(worker, replica, version, loss)
 
@@ -208,11 +208,11 @@ def train(config):
         refuse("runs in one process: start it without torchrun, with --workers")
     slow, _, factor = config.slow.partition("=")
     if slow not in map(str, range(config.workers)) or not re.fullmatch(r"[1-9]\d*(\.\d+)?", factor):
-        refuse(f"--slow {config.slow}: must be R=F, a worker R below --workers and F times, from 1")
+        refuse(f"--slow {config.slow}: must be WORKER=TIMES, a number below --workers and one from 1")
     device, text = set_up(config, f" | {config.mode} {config.staleness} | slow {config.slow}", config.workers)
     torch.set_num_threads(torch.get_num_threads() // config.workers or 1)  # they share the cores
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
-    devices = [torch.device(device.type, r % gpus) for r in range(config.workers)]
+    devices = [torch.device(device.type, i % gpus) for i in range(config.workers)]
     model = GPT(config).to(device, DTYPES[config.dtype])
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
@@ -238,8 +238,8 @@ def parse(arguments=None):
     add = own.add_argument
     add("--workers", type=int, default=2, help="one for each device")
     add("--mode", default="bsp", choices=("bsp", "asp", "ssp"), help="who waits for whom")
-    add("--staleness", type=int, default=2, help="pushes ahead of the slowest, in ssp")
-    add("--slow", default="0=1", metavar="R=F", help="worker R takes F times as long")
+    add("--staleness", type=int, default=2, help="S: pushes ahead of the slowest, in ssp")
+    add("--slow", default="0=1", metavar="WORKER=TIMES", help="a worker takes as many times as long")
     return read_flags(arguments, own, workers=(1, 16), staleness=(0, 16))
 
 

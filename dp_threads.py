@@ -5,15 +5,15 @@ Idea
     gathers the outputs and has the loss of the whole batch. In backward it sums the replicas' gradients. So
     the script stays that of one device (torch.nn.DataParallel; arXiv 2006.15704, section 2.2).
 
-Memory (bytes; P parameters, N replicas, k microbatches of b sequences of s tokens for each replica)
+Memory (bytes; N replicas, of k microbatches each; the other letters: single.py)
                   device 0                      others    ranks of ddp.py
-    parameters    (w+c)P                        wP        (w+c)P       w fp32 4, bf16 2, fp64 8; c: bf16 4
-    gradients     wP+max(min(1,k-1)wP,3cG/2)    wP        wP+3cG/2     a microbatch's, or G in bf16 and fp32
-    optimizer     KP                            0         KP           K moments: AdamW 8, in fp64 16; SGD 0
+    parameters    (w+c)P                        wP        (w+c)P       w a weight, c its fp32 master in bf16
+    gradients     wP+max(min(1,k-1)wP,3cG/2)    wP        wP+3cG/2     sum; and a microbatch's (k > 1) or G's
+    optimizer     KP                            0         KP           K the moments
 
 Communication (1, 2 and 4 from device 0 to the others; 3 and 5 back)
     device 0 | 1 weights, | forward | 3 outputs | loss | 4 gradients | backward | 5 gradients  | clip, step
-    device r |   2 inputs | forward |           |      |  of outputs | backward |  of replicas |
+    device i |   2 inputs | forward |           |      |  of outputs | backward |  of replicas |
 
 Costs (bytes through device 0 in a step, where each rank of ddp.py sends 2wP(N-1)/N)
     send    k(N-1)(2wP+2wbsv+8bs)    weights, gradients; outputs (v the vocabulary), their gradients; inputs
@@ -45,14 +45,14 @@ import torch.nn.functional as F
 
 
 class DP(nn.Module):
-    """The module's output (b, ...), on devices[0], for a tensor (b, ...) or a tuple of them (section 2.2)."""
+    """Runs a replica of the module on each device: a tensor (b, ...), or a tuple -> output on devices[0]."""
 
     def __init__(self, module, devices, threads=True):
         super().__init__()
         self.module = module
         self.devices = devices
-        stay = torch.autograd.set_multithreading_enabled, [False]  # a backward, in the thread that calls it
-        self.threads = [ThreadPoolExecutor(1, f"device {r}", *stay) for r in range(len(devices))]
+        begin = torch.autograd.set_multithreading_enabled, [False]  # a backward stays in its caller's thread
+        self.threads = [ThreadPoolExecutor(1, f"device {i}", *begin) for i in range(len(devices))]
         if not threads:  # one replica after the other
             self.threads = self.threads[:1] * len(devices)
 
@@ -61,7 +61,7 @@ class DP(nn.Module):
         shares = scatter(inputs, self.devices, self.threads)
         outputs = parallel_apply(replicas, shares, self.threads)
         output = gather(outputs, self.devices[0])
-        return ThroughReplicas.apply((self, replicas, outputs), output, *self.module.parameters())
+        return RunBackwards.apply((self, replicas, outputs), output, *self.module.parameters())
 
 
 def replicate(module, devices, threads):
@@ -71,8 +71,8 @@ def replicate(module, devices, threads):
 
 
 def replica_on(module, device):
-    """The tree of modules once more, its parameters and buffers copied to the device (None: shared)."""
-    new = {None: None}
+    """A copy of the tree of modules, with parameters and buffers copied to the device (None: shared)."""
+    new = {None: None}  # a member may be None, such as a bias
     for tensor in (*module.parameters(), *module.buffers()):
         leaf = tensor.detach()
         if device is not None:
@@ -103,8 +103,8 @@ def copies_on(device, *tensors):
 def parallel_apply(functions, arguments, threads):
     """[function(*its arguments) for each device], all at once, each in the thread of its device."""
     futures = []
-    for thread, function, own in zip(threads, functions, arguments):
-        futures.append(thread.submit(function, *own))
+    for thread, function, given in zip(threads, functions, arguments):
+        futures.append(thread.submit(function, *given))
     wait(futures)  # no replica may still run when the caller hears of an error
     return [future.result() for future in futures]
 
@@ -125,8 +125,8 @@ def sum_gradients(replicas):
     return totals
 
 
-class ThroughReplicas(torch.autograd.Function):
-    """Returns the output; its backward leads through the replicas to the module's parameters."""
+class RunBackwards(torch.autograd.Function):
+    """Returns output; backward runs the replicas' backwards, and gives the module's parameters their sums."""
 
     @staticmethod
     def forward(ctx, call, output, *params):
@@ -163,7 +163,7 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
+    """torch.nn.utils.clip_grad_norm_ with sums in fp64: torch rounds its own to the gradients' dtype."""
     params = list(params)
     squares = 0
     for param in params:
@@ -181,7 +181,7 @@ def train(config):
     device, text = set_up(config, f" | no-threads {config.no_threads}", config.replicas)
     torch.set_num_threads(torch.get_num_threads() // config.replicas or 1)  # they share the cores
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
-    devices = [torch.device(device.type, r % gpus) for r in range(config.replicas)]
+    devices = [torch.device(device.type, i % gpus) for i in range(config.replicas)]
     model = GPT(config).to(device, DTYPES[config.dtype])
     dp = DP(model, devices, not config.no_threads)
     optimizer_class = OPTIMIZERS[config.optim]

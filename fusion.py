@@ -1,21 +1,21 @@
 """Fusion: the arithmetic of single.py in fewer trips to memory: attention, loss, and the optimizer's step.
 
 Idea
-    Computing is faster than memory, so a kernel wins that does all it can with a tile while it is there. A
-    softmax needs its row's maximum and sum first; online, each tile corrects both (arXiv 1805.02867), and in
-    attention the output so far (flash attention, 2205.14135): no s x s scores. The loss: no n x v logits.
+    Memory is slower than arithmetic, so a kernel should read a tile once and do all it can with it. A softmax
+    needs its row's maximum and sum; online, each tile corrects both (arXiv 1805.02867), in flash attention
+    also the output: it never holds s x s scores (2205.14135). The fused loss never holds bs x v logits.
 
-Memory (bytes; P parameters; L blocks, a heads, width h; v words; b sequences of s in a microbatch; N ranks)
-    parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     2mP       m: fp32 4, fp64 8; each parameter's, and all in one flat tensor
-    optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
-    activations   wh(bs(16L+2)+v)+mbs(aL+4L+2)    plain attention: about 4mLabs^2 more
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+    parameters    (w+c)P
+    gradients     2mP                             each parameter's, and all in one flat tensor
+    optimizer     KP
+    activations   bs((16L+2)wh+(4L+2+aL)m)+whv    terms as in checkpointing.py
+    The loss keeps no logits but two gradients: x's and, in whv, the head's. Plain attention: 4mLabs^2 more.
 
 Communication
-    compute | forward and loss | backward |            | step
-    network |                  |          | all-reduce |
+    | forward and loss | backward | all-reduce | clip, step |
 
-Costs (bytes that a rank sends in a step; of a softmax kernel 4 trips a number, online 3, in attention none)
+Costs (bytes that a rank sends in a step)
     all-reduce    2mP(N-1)/N
 
 Run
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 TILE = 128  # queries, keys, or numbers of a row
-CHUNK = 1024  # tokens whose logits are there at once
+CHUNK = 1024  # tokens whose logits are held at once
 
 
 def three_pass_softmax(x):
@@ -63,7 +63,7 @@ def two_pass_softmax(x):
 
 
 def add_tile(largest, total, tile):
-    """Rows' maxima and sums with one more tile; what corrects older sums; exp(tile - maxima)."""
+    """Add a tile to rows. Returns their maxima and sums, what corrects older sums, exp(tile - maxima)."""
     larger = torch.maximum(largest, tile.amax(-1, keepdim=True))
     correction = (largest - larger).exp()
     weights = (tile - larger).exp()
@@ -72,7 +72,7 @@ def add_tile(largest, total, tile):
 
 
 class FlashAttention(torch.autograd.Function):
-    """Causal attention of q, k, v (b, a, s, h/a). Backward computes the scores again (2307.08691, 3.1)."""
+    """Causal attention of q, k, v (b, a, s, h/a). Backward recomputes scores (2307.08691, 3.1)."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -82,13 +82,13 @@ class FlashAttention(torch.autograd.Function):
             q_i, out_i, lse_i = queries
             largest = torch.full_like(lse_i, -math.inf)
             total = 0
-            summed = 0
-            for j, (k_j, v_j) in enumerate(tiles(k, v)[: i + 1]):
+            weighted = 0
+            for j, (k_j, v_j) in enumerate(tiles(k, v)[: i + 1]):  # later keys are masked
                 tile = scores(q_i, k_j, i == j)
                 largest, total, correction, weights = add_tile(largest, total, tile)
                 weights = weights.to(v)
-                summed = summed * correction + weights @ v_j
-            out_i.copy_(summed / total)
+                weighted = weighted * correction + weights @ v_j
+            out_i.copy_(weighted / total)
             lse_i.copy_(largest + total.log())
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -99,18 +99,18 @@ class FlashAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=wide(q))
         dk = torch.zeros_like(dq)
         dv = torch.zeros_like(dq)
-        mean = (grad * out).sum(-1, keepdim=True)  # over keys, of the gradients of weights, weighted
-        for i, queries in enumerate(tiles(q, lse, grad, mean, dq)):
-            q_i, lse_i, grad_i, mean_i, dq_i = queries
+        delta = (grad * out).sum(-1, keepdim=True)  # the paper's D: each row's sum of weight x its gradient
+        for i, queries in enumerate(tiles(q, lse, grad, delta, dq)):
+            q_i, lse_i, grad_i, delta_i, dq_i = queries
             for j, (k_j, v_j, dk_j, dv_j) in enumerate(tiles(k, v, dk, dv)[: i + 1]):
                 tile = scores(q_i, k_j, i == j)
                 weights = (tile - lse_i).exp()
                 dv_j += weights.to(q).mT @ grad_i
-                of_scores = weights * (grad_i @ v_j.mT - mean_i)
-                of_scores *= q.shape[-1] ** -0.5
-                of_scores = of_scores.to(q)
-                dq_i += of_scores @ k_j
-                dk_j += of_scores.mT @ q_i
+                grad_scores = weights * (grad_i @ v_j.mT - delta_i)
+                grad_scores *= q.shape[-1] ** -0.5
+                grad_scores = grad_scores.to(q)
+                dq_i += grad_scores @ k_j
+                dk_j += grad_scores.mT @ q_i
         return tuple(x.to(q) for x in (dq, dk, dv))
 
 
@@ -118,12 +118,12 @@ flash_attention = FlashAttention.apply
 
 
 def tiles(*tensors):
-    """[(tile of each) in turn], by tokens."""
+    """[(first tile of each), (second tile of each), ...], along dim 2, the tokens."""
     return list(zip(*(x.split(TILE, 2) for x in tensors)))
 
 
 def scores(q, k, diagonal=True):
-    """Of queries and keys; on the diagonal -inf for keys that are later than the query."""
+    """Scaled scores of a tile of queries and keys; on the diagonal -inf where the key is later."""
     tile = q @ k.mT
     tile = tile.to(wide(q))
     tile *= q.shape[-1] ** -0.5
@@ -143,7 +143,7 @@ def plain_attention(q, k, v):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Mean of cross-entropies: x (n, h), weight (v, h), targets (n,). Gradients are known in forward."""
+    """Mean cross-entropy: x (bs, h), weight (v, h), targets (bs,). Forward computes the gradients, too."""
 
     @staticmethod
     def forward(ctx, x, weight, targets):
@@ -156,17 +156,17 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = x_i @ weight.T
             logits = logits.to(wide(x))
             logits -= logits.amax(-1, keepdim=True)
-            right = logits.gather(1, targets_i)
+            of_target = logits.gather(1, targets_i)
             logits.exp_()
             total = logits.sum(-1, keepdim=True)
-            loss += (total.log() - right).sum()
-            logits /= total  # by now probabilities
-            logits.scatter_add_(1, targets_i, -torch.ones_like(right))
-            logits /= len(x)  # by now gradients
+            loss += (total.log() - of_target).sum()
+            logits /= total  # now probabilities
+            logits.scatter_add_(1, targets_i, -torch.ones_like(of_target))
+            logits /= len(x)  # now gradients
             logits = logits.to(x)
             grad_i.copy_(logits @ weight)
             grad_weight += logits.T @ x_i
-            del logits  # before the next ones are there
+            del logits  # before the next chunk's
         grad_weight = grad_weight.to(x)
         ctx.save_for_backward(grad_x, grad_weight)
         return loss / len(x)
@@ -203,7 +203,7 @@ def loss_of(model, plain, inputs, targets):
 
 
 def train(config):
-    """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
+    """Train with these flags. In bf16 the model has fp32 masters, and `weights` are casts of them."""
     device, text = set_up(config, f" | plain: {' '.join(config.plain) or 'nothing'}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[config.dtype]

@@ -5,20 +5,23 @@ Idea
     replica t ranks that split each layer (Megatron-LM, arXiv 2104.04473). Tensor parallelism sends most: its
     ranks are neighbours. ddp.py, tensor_parallel.py and pipeline.py teach the axes, here as short as can be.
 
-Memory (bytes; R parameters on the rank with most, about P/(tp); q = d with --zero 1, else 1)
-    parameters    (w+c/q)R                   w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients     (w(1+gz)+(c+wz)/q)R        z = --zero: the shards' own; g 1 over gloo: also what arrives
-    optimizer     KR/q                       K the moments: AdamW 8, in fp64 16; SGD 0
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments, g 1 over gloo; all letters: single.py)
+    parameters    (w+c)R                 R parameters on the rank with most, about P/t/p
+    gradients     (w+c)R                 in bf16 also the masters'
+    optimizer     KR
+    parameters    (w+c/d)R               with --zero 1 (if d > 1): each master on one replica
+    gradients     (w+gw+(w+c)/d)R        with --zero 1: all, gloo's receive buffer, a shard's, its master's
+    optimizer     KR/d                   with --zero 1
 
 Communication (a step of 2 x 2 x 2 ranks)
     stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3      microbatches in 1F1B: tensor 0-1, pipeline 0-4
     stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7      last backward: data 0-2, layer by layer
     Then the embedding's gradient, 0-4 and 0-2; norm, all ranks; step; with --zero 1 weights, 0-2
 
-Costs (bytes that a rank sends in a step of k microbatches of b sequences, along each axis)
-    tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 all-reduces a block; embedding, head, loss
+Costs (bytes that the rank with most sends in a step, along each axis; // rounds down)
+    tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 a block; head; if p = 1 embedding; loss: m + 8
     pipeline      min(2,p-1)kwbsh                             outputs to the next stage, gradients back
-    tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient
+    tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient, if p > 1
     data          2wR(d-1)/d                                  of gradients, or its halves (gloo: all-to-all)
 
 Run
@@ -47,6 +50,7 @@ import torch.nn.functional as F
 # torch 2.13 renamed these two.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+identity = torch.detach
 
 
 class Mesh:
@@ -60,18 +64,18 @@ class Mesh:
         self.is_first = self.pp_rank == 0
         self.is_last = self.pp_rank == self.pp - 1
         self.output_group = self.group(ranks, 0, "pipeline")
-        self.gradient_group = self.group(ranks, 0, "pipeline")  # NCCL runs a group's messages in turn
+        self.gradient_group = self.group(ranks, 0, "pipeline")  # else NCCL would queue them behind outputs
         self.dp_group = self.group(ranks, 1, "data")
         self.tp_group = self.group(ranks, 2, "tensor")
         self.tie_group = None
-        if self.pp > 1:  # the embedding's, which is the head, too
+        if self.pp > 1:  # the first and the last stage have the same embedding
             self.tie_group = self.group(ranks[[0, -1]], 0, "tie")
 
     def group(self, ranks, axis, name):
         lines = np.moveaxis(ranks, axis, -1)
         lines = lines.reshape(-1, lines.shape[-1]).tolist()
-        own, _ = dist.new_subgroups_by_enumeration(lines, group_desc=name)  # every rank creates every group
-        return own
+        group, _ = dist.new_subgroups_by_enumeration(lines, group_desc=name)  # all ranks create all groups
+        return group
 
     def tp_sum(self, x):
         total = x.clone()
@@ -79,45 +83,45 @@ class Mesh:
         return total
 
 
-class Pair(torch.autograd.Function):
-    """x -> forward(x), and its gradient -> backward(gradient). torch.detach leaves it as it is."""
+class Conjugate(torch.autograd.Function):
+    """x -> forward(x), and its gradient -> backward(gradient), such as Megatron-LM's conjugate f and g."""
 
     @staticmethod
     def forward(ctx, x, forward, backward):
-        ctx.to_gradient = backward
+        ctx.gradient_function = backward
         return forward(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return ctx.to_gradient(gradient), None, None
+        return ctx.gradient_function(gradient), None, None
 
 
-def column_parallel(linear, mesh, x):  # (b, s, h) -> (b, s, out/t); each rank has a part of x's gradient
-    return F.linear(Pair.apply(x, torch.detach, mesh.tp_sum), linear.weight, linear.bias)
+def column_parallel(linear, mesh, x):  # (b, s, h) -> (b, s, out/t); x's gradient is partial, and summed
+    return F.linear(Conjugate.apply(x, identity, mesh.tp_sum), linear.weight, linear.bias)
 
 
-def row_parallel(linear, mesh, x):  # (b, s, in/t) -> (b, s, h); the bias counts once
-    return Pair.apply(F.linear(x, linear.weight), mesh.tp_sum, torch.detach) + linear.bias
+def row_parallel(linear, mesh, x):  # (b, s, in/t) -> (b, s, h); the bias after the sum, once
+    return Conjugate.apply(F.linear(x, linear.weight), mesh.tp_sum, identity) + linear.bias
 
 
-def vocab_parallel(embedding, mesh, tokens):  # (b, s) -> (b, s, h); row i is rank i % t's
-    own = tokens % mesh.tp == mesh.tp_rank
-    found = F.embedding(tokens // mesh.tp * own, embedding.weight)
-    found *= own.unsqueeze(-1)
-    return Pair.apply(found, mesh.tp_sum, torch.detach)
+def vocab_parallel(embedding, mesh, tokens):  # (b, s) -> (b, s, h); token % t is the rank with it
+    here = tokens % mesh.tp == mesh.tp_rank
+    found = F.embedding(tokens // mesh.tp * here, embedding.weight)
+    found *= here.unsqueeze(-1)
+    return Conjugate.apply(found, mesh.tp_sum, identity)
 
 
 def parallel_loss(mesh, logits, targets):
     """Mean cross-entropy, in fp64, of this rank's logits (b, s, v/t) and targets (b, s)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets.unsqueeze(-1)
-    own = targets % mesh.tp == mesh.tp_rank
-    found = logits.gather(-1, targets // mesh.tp * own)
-    found *= own
-    of_target = Pair.apply(found, mesh.tp_sum, torch.detach)
-    shift = of_target.detach()  # so that exp() is of losses: fp64 has room for 700
+    here = targets % mesh.tp == mesh.tp_rank
+    found = logits.gather(-1, targets // mesh.tp * here)
+    found *= here
+    of_target = Conjugate.apply(found, mesh.tp_sum, identity)
+    shift = of_target.detach()  # so that no sum is above e^loss, and fp64 ends at e^709
     total = logits.logsumexp(-1, True) - shift
-    total = Pair.apply(total.double().exp(), mesh.tp_sum, torch.detach)
+    total = Conjugate.apply(total.double().exp(), mesh.tp_sum, identity)
     return (total.log() + shift - of_target).mean()
 
 
@@ -131,8 +135,8 @@ SPLITS = {  # (forward, dim of the weight that is split)
 
 
 def split_tensors(model, mesh):
-    """Deal out the layers in SPLITS: tokens one by one, features D/t by D/t. In .part is what stays here."""
-    size = model.tokens.embedding_dim // mesh.tp
+    """Keep each t-th token and each t-th run of h/t features, so of qkv one of q, of k, of v. Sets .part."""
+    run = model.tokens.embedding_dim // mesh.tp
     for block in model.blocks:
         block.heads //= mesh.tp
     for name, layer in model.named_modules():
@@ -142,12 +146,12 @@ def split_tensors(model, mesh):
             layer.forward = partial(forward, layer, mesh)
             for param in layer.parameters():
                 if dim < param.dim():  # a row-parallel layer's bias stays whole
-                    units = np.arange(param.shape[dim])
+                    places = np.arange(param.shape[dim])
                     if name != "tokens":
-                        units //= size
-                    own = np.flatnonzero(units % mesh.tp == mesh.tp_rank)
-                    part = (..., own) if dim else own
-                    param.part = param.shape, part
+                        places //= run
+                    indices = np.flatnonzero(places % mesh.tp == mesh.tp_rank)
+                    part = (..., indices) if dim else indices
+                    param.part = param.shape, part  # the whole's shape, and the part's place
                     param.data = param.detach()[part]
 
 
@@ -160,7 +164,7 @@ def stage_of(model, mesh):
         model.positions.forward = partial(add_positions, model.positions)
         layers = [model.tokens, model.positions, *layers]
     if mesh.is_last:
-        head = nn.Linear(1, 1, bias=False)
+        head = nn.Linear(1, 1, bias=False)  # of any size
         head.weight = model.tokens.weight
         head.forward = partial(column_parallel, head, mesh)
         layers += [model.norm, head]
@@ -172,29 +176,29 @@ def add_positions(positions, x):  # (b, s, h) -> (b, s, h)
 
 
 class Bucket:
-    """Parameters are views of one flat tensor, gradients of another, which travels. Optimizers step shard."""
+    """A layer's params and .grads are views of flat_param, flat_grad. Its shard, all or 1/d, is stepped."""
 
     def __init__(self, params, mesh, zero):
         self.mesh = mesh
         self.n_shards = mesh.dp if zero else 1
-        self.size = len(params)
+        self.n_params = len(params)
         flat = nn.utils.parameters_to_vector(params).detach()
         self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))
         self.flat_grad = torch.zeros_like(self.flat_param)
         for param in params:
             param.grad = torch.empty_like(param)
-            param.register_post_accumulate_grad_hook(self.gradient_landed)
+            param.register_post_accumulate_grad_hook(self.gradient_ready)
         nn.utils.vector_to_parameters(self.flat_param, params)
         nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
         wide = torch.promote_types(flat.dtype, torch.float32)
-        self.shard = nn.Parameter(self.own(self.flat_param).to(wide))  # in bf16 a copy
-        counts_here = hasattr(params[0], "part") or mesh.tp_rank == 0
-        self.counts = counts_here and (zero or mesh.dp_rank == 0)  # in the norm, which counts each once
+        self.shard = nn.Parameter(self.shard_of(self.flat_param).to(wide))  # a copy in bf16, else a view
+        first_copy = hasattr(params[0], "part") or mesh.tp_rank == 0
+        self.in_norm = first_copy and (zero or mesh.dp_rank == 0)  # of the ranks that have it one adds it
 
-    def own(self, flat):
+    def shard_of(self, flat):
         return flat.chunk(self.n_shards)[self.mesh.dp_rank % self.n_shards]
 
-    def gradient_landed(self, _):
+    def gradient_ready(self, _):
         self.pending -= 1
         if self.pending == 0:
             self.launch()
@@ -207,38 +211,38 @@ class Bucket:
         else:  # gloo's reduce-scatter is an all-reduce, which sends twice as much
             gloo = dist.get_backend() == "gloo"
             collective = dist.all_to_all_single if gloo else reduce_scatter
-            self.grad = torch.empty_like(self.flat_grad if gloo else self.own(self.flat_grad))
+            self.grad = torch.empty_like(self.flat_grad if gloo else self.shard_of(self.flat_grad))
             self.work = collective(self.grad, self.flat_grad, **options)
 
     def finish(self):
-        if self.pending > 0:  # tied, or a parameter got no gradient, which counts as zero
+        if self.pending > 0:  # the tied one, or a parameter got no gradient: it counts as zero
             self.launch()
         self.work.wait()
-        if len(self.grad) > len(self.shard):  # over gloo; NCCL has added up
+        if len(self.grad) > len(self.shard):  # all-to-all's, to be added up
             self.grad = self.grad.view(self.n_shards, -1).sum(0)
         self.grad /= self.mesh.dp
         self.shard.grad = self.grad.to(self.shard.dtype)
 
     @torch.no_grad()
     def update(self):
-        own = self.own(self.flat_param)
-        own.copy_(self.shard)
+        shard = self.shard_of(self.flat_param)
+        shard.copy_(self.shard)
         self.shard.grad = None
         if self.n_shards > 1:
-            all_gather(self.flat_param, own, group=self.mesh.dp_group)
+            all_gather(self.flat_param, shard, group=self.mesh.dp_group)
         self.flat_grad.zero_()
 
 
 class Parallel3D:
-    """This rank's part of a model that every rank has drawn, as one device would. For a step see train()."""
+    """This rank's part of a model, which all ranks initialised alike. For a step see train()."""
 
     def __init__(self, model, mesh, zero, device, dtype):
         self.mesh = mesh
         self.width = model.tokens.embedding_dim
         split_tensors(model, mesh)
         self.stage = stage_of(model, mesh).to(device, dtype)
-        own = set(self.stage.parameters())
-        self.params = {name: param for name, param in model.named_parameters() if param in own}
+        here = set(self.stage.parameters())
+        self.params = {name: param for name, param in model.named_parameters() if param in here}
         groups = {}
         for name, param in self.stage.named_parameters():
             layer = name.split(".")[0]
@@ -247,26 +251,26 @@ class Parallel3D:
         self.shards = [bucket.shard for bucket in self.buckets]
         self.tied = mesh.tie_group and self.buckets[0 if mesh.is_first else -1]
         if self.tied:
-            self.tied.counts &= mesh.is_first
+            self.tied.in_norm &= mesh.is_first
 
     def forward_backward(self, batches):
         """1F1B over this replica's microbatches (inputs, targets). Returns the mean loss of all replicas."""
         mesh = self.mesh
         self.loss = self.shards[0].new_zeros((), dtype=torch.float64)
         self.sends = []
-        alive = []
+        in_flight = []
         warmup = mesh.pp - 1 - mesh.pp_rank
         last_turn = len(batches) + warmup - 1
         for turn in range(last_turn + 1):
             if turn < len(batches):
-                alive.append(self._forward(*batches[turn], len(batches)))
-            for bucket in self.buckets:  # that wait for gradients, the tied one also for clip_grad_norm_()
-                bucket.pending = bucket.size + (bucket is self.tied) if turn == last_turn else 0
+                in_flight.append(self._forward(*batches[turn], len(batches)))
+            for bucket in self.buckets:  # the last backward launches all but the tied one: see finish()
+                bucket.pending = bucket.n_params + (bucket is self.tied) if turn == last_turn else 0
             if turn >= warmup:
-                self._backward(*alive.pop(0))
+                self._backward(*in_flight.pop(0))
         for work in self.sends:
             work.wait()
-        dist.all_reduce(self.loss)  # of the last stage; its t ranks agree
+        dist.all_reduce(self.loss)  # 0 but on the last stage, where t ranks have the same
         return self.loss / (mesh.dp * mesh.tp)
 
     def _forward(self, inputs, targets, n_microbatches):
@@ -276,35 +280,33 @@ class Parallel3D:
             x = self.buckets[0].flat_param.new_empty(*inputs.shape, self.width)
             dist.recv(x, group=mesh.output_group, group_src=mesh.pp_rank - 1)
             x.requires_grad_()
-        output = self.stage(x)
+        y = self.stage(x)
         if mesh.is_last:
-            output = parallel_loss(mesh, output, targets) / n_microbatches  # whose gradients add up
-            self.loss += output.detach()
+            y = parallel_loss(mesh, y, targets) / n_microbatches  # whose gradients add up
+            self.loss += y.detach()
         else:
-            send = dist.isend(output.detach(), group=mesh.output_group, group_dst=mesh.pp_rank + 1)
-            self.sends.append(send)
-        return x, output
+            self.sends.append(dist.isend(y.detach(), group=mesh.output_group, group_dst=mesh.pp_rank + 1))
+        return x, y
 
-    def _backward(self, x, output):
+    def _backward(self, x, y):
         mesh = self.mesh
         gradient = None
         if not mesh.is_last:
-            gradient = torch.empty_like(output)
+            gradient = torch.empty_like(y)
             dist.recv(gradient, group=mesh.gradient_group, group_src=mesh.pp_rank + 1)
-        output.backward(gradient)
+        y.backward(gradient)
         if not mesh.is_first:
-            send = dist.isend(x.grad, group=mesh.gradient_group, group_dst=mesh.pp_rank - 1)
-            self.sends.append(send)
+            self.sends.append(dist.isend(x.grad, group=mesh.gradient_group, group_dst=mesh.pp_rank - 1))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Finish the gradients' sums and clip those of the shards to max_norm. Returns the norm before."""
-        if self.tied:  # both copies of the embedding, then all replicas; only then is the norm known
+        if self.tied:  # sum both copies' gradients, then, in finish(), those of all replicas
             dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)
         squares = torch.zeros_like(self.loss)
         for bucket in self.buckets:
             bucket.finish()
-            if bucket.counts:
+            if bucket.in_norm:
                 squares += bucket.shard.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -313,11 +315,11 @@ class Parallel3D:
 
     def full_state_dict(self):
         """The plain model's state_dict, on every rank's host."""
-        own = {}
+        parts = {}
         for name, param in self.params.items():
-            own[name] = param.data.clone().cpu(), getattr(param, "part", (param.shape, ...))
+            parts[name] = param.data.clone().cpu(), getattr(param, "part", (param.shape, ...))
         states = [None] * dist.get_world_size()
-        dist.all_gather_object(states, own, group=dist.new_group(backend="gloo"))
+        dist.all_gather_object(states, parts, group=dist.new_group(backend="gloo"))
         whole = {}
         for state in states:
             for name, (tensor, (shape, part)) in state.items():

@@ -6,7 +6,7 @@ Idea
     any moment. Each of M ranks reads what its new part needs, whoever wrote it (ByteCheckpoint,
     arXiv 2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
 
-Memory (bytes; P parameters, N ranks; w a weight: fp32 4, bf16 2, fp64 8; m 4, in fp64 8; c bf16 4, else 0)
+Memory (bytes: w a weight, m a number in fp32 at least, c fp32 in bf16, else 0; all letters: single.py)
     parameters    wP          all weights
     gradients     2wP+cP/N    each parameter's; a copy in one tensor; in bf16 the shard's in fp32
     optimizer     3mP/N       the shard's masters and two moments; as much on the host to save; on disk 3mP
@@ -18,7 +18,7 @@ Communication
 Costs (bytes that a rank of a ring sends in a step; a save sends a few numbers)
     all-reduce    2wP(N-1)/N
     all-gather    wP(N-1)/N
-    If training waits d seconds for a save and fails every F, save every sqrt(2dF) seconds (Young, 1974).
+    Save every sqrt(2 x seconds that a save costs x seconds between failures) seconds (Young, 1974).
 
 Run
     torchrun --nproc_per_node=4 resume.py --checkpoint runs/c --every 5    (then on 2, with --steps 40)
@@ -49,7 +49,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
-def save(folder, run, keep, group, step, state):
+def save(folder, flags, keep, group, step, state):
     """Save a matrix; `state` is this rank's 1/N of its columns. All ranks must call it. False: it failed."""
     draft = folder / f"draft-{step:08}"
     path = draft / f"rank-{dist.get_rank()}.bin"
@@ -62,10 +62,10 @@ def save(folder, run, keep, group, step, state):
         answer = problem
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, answer, group=group)
-    return dist.get_rank() > 0 or publish(folder, step, draft, run, answers, keep)
+    return dist.get_rank() > 0 or publish(folder, step, draft, flags, answers, keep)
 
 
-def publish(folder, step, draft, run, answers, keep):
+def publish(folder, step, draft, flags, answers, keep):
     """If all ranks have written their files, rename the draft: step-* appears whole or not at all."""
     target = folder / f"step-{step:08}"
     try:
@@ -73,7 +73,7 @@ def publish(folder, step, draft, run, answers, keep):
             if isinstance(answer, OSError):
                 raise answer
         path = draft / "manifest.txt"
-        path.write_text("\n".join([target.name, *run, *map(str, answers)]))
+        path.write_text("\n".join([target.name, *flags, *map(str, answers)]))
         sync(path)
         sync(draft)
         draft.rename(target)
@@ -87,7 +87,7 @@ def publish(folder, step, draft, run, answers, keep):
         return False
 
 
-def load(folder, run, group, state, numel):
+def load(folder, flags, group, state, numel):
     """Fill this rank's state, of numel columns in all, from the newest checkpoint. Returns its step, or 0."""
     folder.mkdir(parents=True, exist_ok=True)
     for draft in folder.glob("draft-*"):
@@ -99,36 +99,36 @@ def load(folder, run, group, state, numel):
         return 0
     path = newest / "manifest.txt"
     lines = path.read_text(errors="replace").split("\n")
-    for line, ours in zip(lines, [newest.name, *run]):
+    for line, ours in zip(lines, [newest.name, *flags]):
         if line != ours:
             raise ValueError(f"{path} has {line!r}, not {ours!r}; remove {path.parent}, or use its flags")
-    checksums = lines[1 + len(run) :] or ["none"]
-    width = -(-numel // len(checksums))  # columns of a shard: together they have all
+    checksums = lines[1 + len(flags) :] or ["none"]
+    n_columns = -(-numel // len(checksums))  # of each file
     for i, expected in enumerate(checksums):
         path = newest / f"rank-{i}.bin"
-        total = torch.tensor(read(path, i * width, width, state))
-        dist.all_reduce(total, group=group)  # over all ranks: each column once, but for padding, zeros
+        total = torch.tensor(read(path, i * n_columns, n_columns, state))
+        dist.all_reduce(total, group=group)  # each column was read on one rank; padding is zeros
         if f"{total}" != expected:
             raise ValueError(f"{path} is not as manifest.txt says; remove {path.parent} to use an older one")
     return int(newest.name.removeprefix("step-"))
 
 
-def read(path, start, width, state):
+def read(path, start, n_columns, state):
     """Copy the columns that are in this file and in this rank's state. Returns their checksum."""
     own_start = dist.get_rank() * state.shape[1]
     first = max(start, own_start)
-    last = max(first, min(start + width, own_start + state.shape[1]))
+    end = max(first, min(start + n_columns, own_start + state.shape[1]))
     try:
-        saved = np.memmap(path, f"f{state.itemsize}", "c", shape=(len(state), width))
+        saved = np.memmap(path, f"f{state.itemsize}", "c", shape=(len(state), n_columns))
     except (OSError, ValueError):
         return 0  # missing or too short, so that the checksum will be wrong
-    part = saved[:, first - start : last - start]
-    state[:, first - own_start : last - own_start] = torch.from_numpy(part)
+    part = saved[:, first - start : end - start]
+    state[:, first - own_start : end - own_start] = torch.from_numpy(part)  # "c": it must be writable
     return checksum(part, first)
 
 
 def checksum(state, start):
-    """Sum of bits times odd numbers, mod 2^64. Those of parts add up; `start`: a part's first column."""
+    """Sum, mod 2^64, of each number's bits times odd numbers for row and column. Sums of parts add up."""
     of_row = 2 * np.arange(len(state)) + 1
     of_column = 2 * np.arange(start, start + state.shape[1]) + 1
     return int(np.einsum("i,ij,j->", of_row, state.view(f"i{state.itemsize}"), of_column))
@@ -147,22 +147,22 @@ def say(text):
 
 
 class ShardedOptimizer:
-    """All parameters are one flat vector, of which this rank steps 1/N. `state`: its masters, moments."""
+    """Parameters are parts of one vector; this rank steps 1/N. `state` (3, P/N): its masters and moments."""
 
     def __init__(self, params, optimizer_class, **options):
         self.params = params
         self.numel = sum(map(torch.numel, params))
         self.padding = params[0].new_zeros(-self.numel % dist.get_world_size())
         self.flat_param = parameters_to_vector([*params, self.padding]).detach()
-        vector_to_parameters(self.flat_param, params)  # which are now parts of it
-        self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]
-        self.state = self.own.repeat(3, 1).to(torch.promote_types(self.own.dtype, torch.float32))
+        vector_to_parameters(self.flat_param, params)
+        self.weights = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]
+        self.state = self.weights.repeat(3, 1).to(torch.promote_types(self.weights.dtype, torch.float32))
         self.state[1:] = 0
         self.shard = nn.Parameter(self.state[0])
         self.optimizer = optimizer_class([self.shard], **options)
-        self.steps = torch.zeros((), device=self.own.device)
+        self.steps = torch.zeros((), device=self.weights.device)
         state = {"step": self.steps, "exp_avg": self.state[1], "exp_avg_sq": self.state[2]}
-        self.optimizer.state[self.shard] = state
+        self.optimizer.state[self.shard] = state  # else the first step would make it elsewhere
 
     def step(self, max_norm):
         """Clip the gradients' norm to max_norm, then step. Returns the norm before clipping."""
@@ -178,24 +178,24 @@ class ShardedOptimizer:
         return norm
 
     def unshard(self):
-        self.own.copy_(self.state[0])
-        all_gather(self.flat_param, self.own)
+        self.weights.copy_(self.state[0])
+        all_gather(self.flat_param, self.weights)
 
 
-def go_on(config, sharded):
-    """Load the newest checkpoint. Returns what starts to save, and where to copy the state for it."""
-    run = ["format 2"]
+def resume(config, sharded):
+    """Load the newest checkpoint. Returns a function that starts a save, and a buffer for its state."""
+    flags = ["format 2"]
     for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
-        run.append(f"{name} {getattr(config, name)}")
+        flags.append(f"{name} {getattr(config, name)}")
     group = dist.new_group(backend="gloo")  # for the thread that saves
     try:
-        steps = load(config.checkpoint, run, group, sharded.state, sharded.numel)
+        steps = load(config.checkpoint, flags, group, sharded.state, sharded.numel)
         sharded.steps.fill_(steps)
     except (OSError, ValueError) as problem:
         refuse(f"--checkpoint {config.checkpoint}: {problem}")
     sharded.unshard()
     snapshot = torch.empty_like(sharded.state, device="cpu", pin_memory=sharded.state.is_cuda)
-    return partial(ThreadPoolExecutor(1).submit, save, config.checkpoint, run, config.keep, group), snapshot
+    return partial(ThreadPoolExecutor(1).submit, save, config.checkpoint, flags, config.keep, group), snapshot
 
 
 def train(config):
@@ -205,9 +205,9 @@ def train(config):
     world_size = dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
     sharded = ShardedOptimizer(list(model.parameters()), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
-    saving = ThreadPoolExecutor(1).submit(bool, True)  # nothing yet
+    saving = ThreadPoolExecutor(1).submit(bool, True)  # as if a save had succeeded
     if config.checkpoint:
-        start_save, snapshot = go_on(config, sharded)
+        start_save, snapshot = resume(config, sharded)
     for step in range(int(sharded.steps) + 1, config.steps + 1):
         started = time.perf_counter()
         loss = 0

@@ -5,20 +5,20 @@ Idea
     tokens there: what was an all-reduce is a reduce-scatter after a row-parallel layer, and an all-gather
     before a column-parallel one, which backward repeats (arXiv 2205.05198, section 4.2.2).
 
-Memory (bytes; P parameters; N ranks; microbatches of b sequences)
-    parameters    (w+c)(P/N+(6L+2)h(N-1)/N)             w a weight: fp32 4, bf16 2, fp64 8; c its master
-    gradients     w(P/N+(6L+2)h(N-1)/N)+3cG/2           norms, row-parallel biases whole; G 2^24 at most
-    optimizer     K(P/N+(6L+2)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
-    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     m max(w, 4); whole are two numbers of a loss
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+    parameters    (w+c)(P+(6L+2)h(N-1))/N               whole: 2 norms, 2 biases a block; norm
+    gradients     w(P+(6L+2)h(N-1))/N+3cG/2             G at most 2^24, put together in bf16 and fp32
+    optimizer     K(P+(6L+2)h(N-1))/N
+    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     as in tensor_parallel.py; whole: 2 numbers of a loss
 
 Communication (backward of an MLP; in forward nothing hides them)
     compute | down, gelu | up: gradient of x | up: gradients of weight and bias | norm, proj, attention, ...
     network |            | all-gather of x   | reduce-scatter of its gradient   |
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
-    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         over gloo an all-to-all, which sends the same
-    all-gather        kbs((6L+3)wh+2m)(N-1)/N         a third of them gather again
-    all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is whole, once; a loss's maximum
+    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         2L+1 in forward, 2L+1 in backward, two numbers of a loss
+    all-gather        kbs((6L+3)wh+2m)(N-1)/N         2L+1 in forward, again in backward, 2L+1 of gradients
+    all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is whole, once; a number of a loss
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py
@@ -29,7 +29,6 @@ Left out
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -49,8 +48,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Enter(torch.autograd.Function):
-    """A linear layer of all-gathered tokens; backward reduce-scatters their gradient (the paper's g)."""
+class ColumnParallelLinear(torch.autograd.Function):
+    """x (b, s/N, h), all-gathered -> (b, s, out/N); backward reduce-scatters x's gradient (the paper's g)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -72,7 +71,7 @@ class Enter(torch.autograd.Function):
         return partials.sum(0), grad_weight, grad_bias
 
 
-class Leave(torch.autograd.Function):
+class SumPartials(torch.autograd.Function):
     """Reduce-scatter forward, all-gather backward: x (b, s, h), partial -> (b, s/N, h)."""
 
     @staticmethod
@@ -89,15 +88,15 @@ class Leave(torch.autograd.Function):
 
 
 def start_all_gather(x):
-    """Start to gather the ranks' tokens. Returns the work and what it fills, (b, N, s/N, h)."""
+    """Start to all-gather x (b, s/N, h). Returns the work, and (b, N, s/N, h) that it fills."""
     shards = x.new_empty(dist.get_world_size(), *x.shape)
     return all_gather(shards, x[None].contiguous(), async_op=True), shards.movedim(0, 1)
 
 
 def start_reduce_scatter(x):
-    """Start for x (b, s, h). Returns work, and what it fills to be summed: over gloo N x (b, s/N, h)."""
+    """Start to reduce-scatter x (b, s, h). Returns the work, and what it fills: its sum(0) is (b, s/N, h)."""
     given = torch.stack(x.chunk(dist.get_world_size(), 1))
-    if dist.get_backend() == "gloo":  # whose own is an all-reduce, which sends twice as much
+    if dist.get_backend() == "gloo":  # its reduce-scatter is an all-reduce: twice the bytes
         received = torch.empty_like(given)
         return dist.all_to_all_single(received, given, async_op=True), received
     received = torch.empty_like(given[:1])
@@ -106,40 +105,40 @@ def start_reduce_scatter(x):
 
 def column_parallel(linear, x):
     """A linear layer with 1/N of its output features: x (b, s/N, h) -> (b, s, out/N)."""
-    return Enter.apply(x, linear.weight, linear.bias)
+    return ColumnParallelLinear.apply(x, linear.weight, linear.bias)
 
 
 def row_parallel(linear, x):
     """A linear layer with 1/N of its input features: x (b, s, in/N) -> (b, s/N, h)."""
-    y = Leave.apply(F.linear(x, linear.weight))
-    return y if linear.bias is None else y + linear.bias  # after the sum, which would have it N times
+    y = SumPartials.apply(F.linear(x, linear.weight))
+    return y if linear.bias is None else y + linear.bias  # after the sum, else it would count N times
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows, or one more: tokens (b, s) -> (b, s/N, h). Megatron-LM pads them."""
+    """An embedding with 1/N of its rows, or one more (Megatron-LM pads): tokens (b, s) -> (b, s/N, h)."""
     vocab = embedding.num_embeddings
-    own = tokens - dist.get_rank() * vocab // dist.get_world_size()
-    elsewhere = (own < 0) | (own >= len(embedding.weight))
-    elsewhere &= (tokens >= 0) & (tokens < vocab)  # what no rank has fails on all of them
-    found = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)
-    return Leave.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+    row = tokens - dist.get_rank() * vocab // dist.get_world_size()  # in this rank's weight
+    elsewhere = (row < 0) | (row >= len(embedding.weight))
+    elsewhere &= (tokens >= 0) & (tokens < vocab)  # a token beyond the vocabulary must still fail
+    found = F.embedding(row.masked_fill(elsewhere, 0), embedding.weight)
+    return SumPartials.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 def parallel_cross_entropy(logits, targets, vocab):
     """Losses (b, s/N), fp32 at least, of logits (b, s, v/N), `vocab` in all, and targets (b, s)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = logits.logsumexp(-1)  # of this rank's V/N
-    largest = total.detach().clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    own = targets - dist.get_rank() * vocab // dist.get_world_size()
-    inside = (own >= 0) & (own < logits.shape[-1])
-    of_target = logits.gather(-1, (own * inside).unsqueeze(-1)).squeeze(-1) - largest
-    sums = torch.stack([(total - largest).exp(), of_target * inside], -1)  # (b, s, 2), partial
-    total, of_target = Leave.apply(sums).unbind(-1)
+    lse = logits.logsumexp(-1)  # of this rank's v/N
+    shift = lse.detach().clone()
+    dist.all_reduce(shift, dist.ReduceOp.MAX)  # so that exp() does not overflow
+    column = targets - dist.get_rank() * vocab // dist.get_world_size()
+    inside = (column >= 0) & (column < logits.shape[-1])
+    of_target = logits.gather(-1, (column * inside).unsqueeze(-1)).squeeze(-1) - shift
+    sums = torch.stack([(lse - shift).exp(), of_target * inside], -1)  # (b, s, 2), partial
+    total, of_target = SumPartials.apply(sums).unbind(-1)
     return total.log() - of_target
 
 
-PLAN = {  # pattern of names: (forward, dim of the weight that is split, matrices side by side in it)
+PLAN = {  # pattern of names: (forward, dim along which the weight is split, matrices stacked along it)
     "tokens": (vocab_parallel, 0, 1),
     "positions": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
@@ -170,21 +169,21 @@ class SequenceParallel:
                         if dim < param.dim():  # a row-parallel layer's bias stays whole
                             indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
                             ends = [rank * indices.shape[1] // world_size for rank in range(1, world_size)]
-                            own = indices.tensor_split(ends, 1)[dist.get_rank()]
-                            self.split[param] = (dim, own.flatten(), param.shape)
-        for param, (dim, own, _) in self.split.items():
-            param.data = param.detach().index_select(dim, own)
+                            indices = indices.tensor_split(ends, 1)[dist.get_rank()]  # 1/N of each matrix
+                            self.split[param] = (dim, indices.flatten(), param.shape)
+        for param, (dim, indices, _) in self.split.items():
+            param.data = param.detach().index_select(dim, indices)
         for name, param in module.named_parameters():
             if param.dim() > 1 and param not in self.split:
                 raise ValueError(f"{name} would see s/N tokens: plan its layer")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Sum the gradients of what is whole; scale all to a norm of max_norm at most. Returns it before."""
+        """Sum whole parameters' gradients; scale all to a norm of max_norm at most. Returns that before."""
         params = [param for param in self.module.parameters() if param.grad is not None]
         whole = [param.grad for param in params if param not in self.split]
         flat_grad = nn.utils.parameters_to_vector(whole)
-        dist.all_reduce(flat_grad)  # each rank's gradients cover its tokens
+        dist.all_reduce(flat_grad)  # each rank's cover only its tokens
         nn.utils.vector_to_parameters(flat_grad, whole)
         squares = 0
         for param in params:
@@ -192,7 +191,7 @@ class SequenceParallel:
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(param))
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))
         return norm
 
     def full_state_dict(self):
@@ -200,9 +199,9 @@ class SequenceParallel:
         state_dict = self.module.state_dict()
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if param in self.split:
-                dim, own, shape = self.split[param]
-                state_dict[name] = param.new_zeros(shape).index_copy_(dim, own, param.detach())
-                dist.all_reduce(state_dict[name])
+                dim, indices, shape = self.split[param]
+                state_dict[name] = param.new_zeros(shape).index_copy_(dim, indices, param.detach())
+                dist.all_reduce(state_dict[name])  # each rank's part and zeros
         return state_dict
 
 
@@ -227,7 +226,7 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 def train(config):
     """Train with these flags."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if math.gcd(config.heads, config.context) % world_size:
+    if config.heads % world_size or config.context % world_size:
         refuse(f"--heads and --context: must be multiples of the {world_size} ranks")
     device, text = set_up(config, replicas=1)
     model = ParallelGPT(config).to(device, DTYPES[config.dtype])
@@ -402,7 +401,7 @@ class ParallelGPT(GPT):
         x = self.tokens(tokens) + self.positions.weight  # both of this rank's s/N tokens
         for block in self.blocks:
             x = block(x)
-        return Enter.apply(self.norm(x), self.tokens.weight, None)
+        return ColumnParallelLinear.apply(self.norm(x), self.tokens.weight, None)
 
 
 if __name__ == "__main__":

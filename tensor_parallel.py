@@ -1,22 +1,24 @@
 """Tensor parallelism: each layer's matrices are split over the ranks, which all work on the same batch.
 
 Idea
-    An MLP is GELU(xA)B. Split A by columns and B by rows: rank r computes GELU(xA_r)B_r, and the sum over
+    An MLP is GELU(xA)B. Split A by columns and B by rows: rank i computes GELU(xA_i)B_i, and the sum over
     ranks is the MLP's output. So an MLP needs an all-reduce in forward and one in backward, and so does
     attention, split by heads (Megatron-LM, arXiv 1909.08053, section 3). All ranks compute all norms.
 
-Memory (bytes; P parameters; N ranks; microbatches of b sequences)
-    parameters    (w+c)(P/N+(6L+2+s)h(N-1)/N)             w a weight: fp32 4, bf16 2, fp64 8; c its master
-    gradients     w(P/N+(6L+2+s)h(N-1)/N)+3cG/2           row-parallel biases, norms, positions whole; G: 2^24
-    optimizer     K(P/N+(6L+2+s)h(N-1)/N)                 K the moments: AdamW 8, in fp64 16; SGD 0
-    activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)   m max(w, 4); inputs of norms, qkv, up whole
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+    parameters    (w+c)(P+(6L+2+s)h(N-1))/N                whole: 2 norms, 2 biases a block; norm, positions
+    gradients     w(P+(6L+2+s)h(N-1))/N+3cG/2              G at most 2^24, put together in bf16 and fp32
+    optimizer     K(P+(6L+2+s)h(N-1))/N
+    activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)
+    Whole of a token are norms' inputs and outputs, 2 numbers of a norm, 4 of the loss. Split are q, k, v, the
+    outputs of attention, up and GELU (12h in a block), a number of each head (log-sum-exp), and logits.
 
 Communication (backward of an MLP; in forward nothing hides the all-reduce after a row-parallel layer)
     compute | down, gelu, up: gradient of x | up: gradients of weight and bias | norm, proj, attention, ...
     network |                               | all-reduce                       |
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
-    all-reduce    2kbs((4L+2)wh+3m)(N-1)/N   four a block, two of the vocabulary, three numbers for a loss
+    all-reduce    2kbs((4L+2)wh+3m)(N-1)/N   4 a block; embedding, head; 3 numbers of a loss
 
 Run
     torchrun --nproc_per_node=2 tensor_parallel.py
@@ -42,8 +44,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-class Enter(torch.autograd.Function):
-    """A linear layer of an x that all ranks have; backward all-reduces x's gradient (the paper's f)."""
+class ColumnParallelLinear(torch.autograd.Function):
+    """x (b, s, h), whole -> (b, s, out/N); backward all-reduces x's gradient (the paper's f)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -54,7 +56,7 @@ class Enter(torch.autograd.Function):
     def backward(ctx, grad):  # (b, s, out/N)
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight  # (b, s, h), partial
-        work = dist.all_reduce(grad_x, async_op=True)
+        work = dist.all_reduce(grad_x, async_op=True)  # while this rank computes grad_weight
         grad = grad.flatten(0, -2)
         grad_weight = grad.T @ x.flatten(0, -2)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
@@ -62,8 +64,8 @@ class Enter(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-class Leave(torch.autograd.Function):
-    """All-reduce forward, identity backward (the paper's g): x (b, s, h), partial, is summed in place."""
+class SumPartials(torch.autograd.Function):
+    """All-reduce forward, in place, identity backward: x (b, s, h), partial -> (b, s, h) (the paper's g)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -78,40 +80,40 @@ class Leave(torch.autograd.Function):
 
 def column_parallel(linear, x):
     """A linear layer with 1/N of its output features: x (b, s, h), whole -> (b, s, out/N)."""
-    return Enter.apply(x, linear.weight, linear.bias)
+    return ColumnParallelLinear.apply(x, linear.weight, linear.bias)
 
 
 def row_parallel(linear, x):
     """A linear layer with 1/N of its input features: x (b, s, in/N) -> (b, s, h)."""
-    y = Leave.apply(F.linear(x, linear.weight))
-    return y if linear.bias is None else y + linear.bias  # after the sum, which would have it N times
+    y = SumPartials.apply(F.linear(x, linear.weight))
+    return y if linear.bias is None else y + linear.bias  # after the sum, else it would count N times
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows, or one more: tokens (b, s) -> (b, s, h). Megatron-LM pads them."""
+    """An embedding with 1/N of its rows, or one more (Megatron-LM pads): tokens (b, s) -> (b, s, h)."""
     vocab = embedding.num_embeddings
-    own = tokens - dist.get_rank() * vocab // dist.get_world_size()
-    elsewhere = (own < 0) | (own >= len(embedding.weight))
-    elsewhere &= (tokens >= 0) & (tokens < vocab)  # what no rank has fails on all of them
-    found = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)
-    return Leave.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+    row = tokens - dist.get_rank() * vocab // dist.get_world_size()  # in this rank's weight
+    elsewhere = (row < 0) | (row >= len(embedding.weight))
+    elsewhere &= (tokens >= 0) & (tokens < vocab)  # a token beyond the vocabulary must still fail
+    found = F.embedding(row.masked_fill(elsewhere, 0), embedding.weight)
+    return SumPartials.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 def parallel_cross_entropy(logits, targets, vocab):
     """Losses (b, s), fp32 at least, of logits (b, s, v/N), `vocab` in all, and targets (b, s)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = logits.logsumexp(-1)  # of this rank's V/N
-    largest = total.detach().clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    own = targets - dist.get_rank() * vocab // dist.get_world_size()
-    inside = (own >= 0) & (own < logits.shape[-1])
-    of_target = logits.gather(-1, (own * inside).unsqueeze(-1)).squeeze(-1) - largest
-    sums = torch.stack([(total - largest).exp(), of_target * inside], -1)  # (b, s, 2), partial
-    total, of_target = Leave.apply(sums).unbind(-1)
+    lse = logits.logsumexp(-1)  # of this rank's v/N
+    shift = lse.detach().clone()
+    dist.all_reduce(shift, dist.ReduceOp.MAX)  # so that exp() does not overflow
+    column = targets - dist.get_rank() * vocab // dist.get_world_size()
+    inside = (column >= 0) & (column < logits.shape[-1])
+    of_target = logits.gather(-1, (column * inside).unsqueeze(-1)).squeeze(-1) - shift
+    sums = torch.stack([(lse - shift).exp(), of_target * inside], -1)  # (b, s, 2), partial
+    total, of_target = SumPartials.apply(sums).unbind(-1)
     return total.log() - of_target
 
 
-PLAN = {  # pattern of names: (forward, dim of the weight that is split, matrices side by side in it)
+PLAN = {  # pattern of names: (forward, dim along which the weight is split, matrices stacked along it)
     "tokens": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
     "blocks.*.proj": (row_parallel, 1, 1),
@@ -122,7 +124,6 @@ PLAN = {  # pattern of names: (forward, dim of the weight that is split, matrice
 
 class TensorParallel:
     """Splits the layers of a plan such as PLAN, in place. All ranks start with rank 0's weights.
-
     The caller divides by N what the module knows of its sizes, such as its number of heads. A step:
     backward() of the same microbatches on all ranks; clip_grad_norm_(); optimizer.step().
     """
@@ -143,10 +144,10 @@ class TensorParallel:
                         if dim < param.dim():  # a row-parallel layer's bias stays whole
                             indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
                             ends = [rank * indices.shape[1] // world_size for rank in range(1, world_size)]
-                            own = indices.tensor_split(ends, 1)[dist.get_rank()]
-                            self.split[param] = (dim, own.flatten(), param.shape)
-        for param, (dim, own, _) in self.split.items():
-            param.data = param.detach().index_select(dim, own)
+                            indices = indices.tensor_split(ends, 1)[dist.get_rank()]  # 1/N of each matrix
+                            self.split[param] = (dim, indices.flatten(), param.shape)
+        for param, (dim, indices, _) in self.split.items():
+            param.data = param.detach().index_select(dim, indices)
         for name, layer in module.named_modules():
             for param in layer.parameters(recurse=False):
                 if param in self.split and not isinstance(layer.forward, partial):
@@ -162,7 +163,7 @@ class TensorParallel:
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(param))
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))
         return norm
 
     def full_state_dict(self):
@@ -170,9 +171,9 @@ class TensorParallel:
         state_dict = self.module.state_dict()
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if param in self.split:
-                dim, own, shape = self.split[param]
-                state_dict[name] = param.new_zeros(shape).index_copy_(dim, own, param.detach())
-                dist.all_reduce(state_dict[name])
+                dim, indices, shape = self.split[param]
+                state_dict[name] = param.new_zeros(shape).index_copy_(dim, indices, param.detach())
+                dist.all_reduce(state_dict[name])  # each rank's part and zeros
         return state_dict
 
 
@@ -371,7 +372,7 @@ class ParallelGPT(GPT):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return Enter.apply(self.norm(x), self.tokens.weight, None)
+        return ColumnParallelLinear.apply(self.norm(x), self.tokens.weight, None)
 
 
 if __name__ == "__main__":

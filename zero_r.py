@@ -1,20 +1,22 @@
 """ZeRO-R: as checkpointing.py, with the checkpoints partitioned over the ranks, on the GPU or on the host.
 
 Idea
-    Backward needs what forward computed, in a transformer block 16bsh numbers. A checkpoint keeps the block's
-    input, drops the rest, and runs the block's forward again in backward (arXiv 1604.06174).
-    Tensor-parallel ranks have equal inputs: each keeps 1/N, on the GPU (P_a) or on the host (P_a+cpu; ZeRO,
+    Backward needs what forward computed. A checkpoint keeps a block's input, drops the rest, and runs the
+    block's forward again in backward (arXiv 1604.06174).
+    Tensor-parallel ranks have equal inputs: each keeps 1/N, on the GPU (ZeRO's P_a) or on the host (P_a+cpu;
     arXiv 1910.02054, section 6.1). While block 4 recomputes, they all-gather the input of block 3.
 
-Memory (bytes; P parameters; L blocks of a heads and width h; v vocabulary; b sequences of s in a microbatch)
-    parameters     (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its master: bf16 4, else 0
-    gradients      wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
-    optimizer      KP          K the moments: AdamW 8, in fp64 16; SGD 0
-    activations    wbs(h(L/N+2)+2)+mbsv    when backward begins; m max(w, 4); wbshL/N can be on the host
-    In backward 17wbsh more: 15 of a block, its input, the next one's. No buffer grows with the model (C_B).
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+    parameters     (w+c)P
+    gradients      wP+3cG/2                      G at most 2^24, put together in bf16 and fp32
+    optimizer      KP
+    activations    bs((L/N+2)wh+(2+v)m)          when backward begins; wbshL/N of it can be on the host
+    A block has 16h a token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4
+    numbers of norms, a of heads (log-sum-exp). The last norm has 2h and 2 numbers, the loss v.
+    In backward 17wbsh more: 15 of a block, its input, the next one's. Buffers do not grow with P (its C_B).
 
 Communication
-    Ranks train on the same batch, as the ranks of a tensor-parallel group do.
+    Ranks train on the same batch, as those of a tensor-parallel group do.
     compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
     network |           |           |      | gather 4 | gather 3    |            | gather 2    | ...
 
@@ -54,14 +56,14 @@ def checkpoint(function, *args, store):
     """function(*args), which drops what it computed for backward and runs again there (arXiv 1604.06174).
 
     Its arguments and parameters must not change between the two runs. Random numbers are the same in both.
-    store: a Partitioned, which has the first argument till backward (arXiv 1910.02054, section 6.1).
+    store: a Partitioned, which keeps the first argument until backward (arXiv 1910.02054, section 6.1).
     """
-    this = Checkpoint(function, args, store)
-    return this.run(this.pack, args)
+    call = Checkpoint(function, args, store)
+    return call.run(call.pack, args)
 
 
 class Checkpoint:
-    """A call of checkpoint(): what forward keeps, and the way back to what it dropped.
+    """A call of checkpoint(): what forward keeps, and how backward gets the rest.
 
     Autograd gives pack() each tensor that it would save for backward, and saves a number in its place. When
     backward asks unpack() for one, the function runs again and saves the same tensors in the same order.
@@ -71,8 +73,8 @@ class Checkpoint:
         self.function = function
         x, *self.args = args
         self.store = store
-        self.stored = store.put(x)
-        self.fetched = None  # (x, work to wait for), while x is on its way back
+        self.stored = store.partition(x)
+        self.gathering = None  # (x, work to wait for) from prefetch() to recompute()
         self.previous = store.last() if store.last else None  # the checkpoint that backward needs next
         store.last = weakref.ref(self)
         self.random_states = swap_random_states()
@@ -93,75 +95,72 @@ class Checkpoint:
             self.recompute()
         return self.recomputed.pop(number)
 
-    def fetch(self):
-        """Start to bring x back, if it is not on its way."""
-        self.fetched = self.fetched or self.store.fetch(*self.stored)
-        return self.fetched
+    def prefetch(self):
+        """Start to all-gather x, unless that has started."""
+        self.gathering = self.gathering or self.store.start_all_gather(*self.stored)
+        return self.gathering
 
     def recompute(self):
         """Run the function as in forward, until it has computed what backward needs."""
-        x, work = self.fetch()
-        self.fetched = None
+        x, work = self.prefetch()
+        self.gathering = None
         work.wait()
         if self.previous:
-            self.previous.fetch()
+            self.previous.prefetch()
         self.recomputed = {}
         before = swap_random_states(self.random_states)
-        with suppress(Enough), torch.enable_grad():
-            self.run(self.collect, (x, *self.args))
+        with suppress(StopRecomputation), torch.enable_grad():
+            self.run(self.pack_again, (x, *self.args))
         swap_random_states(before)
         assert len(self.recomputed) == len(self.dropped), "recomputed, a function saved fewer tensors"
 
-    def collect(self, tensor):
+    def pack_again(self, tensor):
         number = len(self.recomputed)
         assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed, a tensor differs"
         self.recomputed[number] = tensor.detach()  # else its graph would keep this checkpoint alive
         if len(self.recomputed) == len(self.dropped):
-            raise Enough
+            raise StopRecomputation
 
 
-class Enough(BaseException):
-    """Ends a function that has computed what backward needs. No `except Exception` in it stops this."""
+class StopRecomputation(BaseException):
+    """Ends a function that has computed what backward needs, also in a `try` with `except Exception`."""
 
 
 class Partitioned:
-    """Each rank of `group` keeps 1/N of a tensor that all have (P_a), with `offload` on the host (P_a+cpu).
-
-    On a GPU, copies and all-gathers run beside the computation, on streams of their own.
-    """
+    """Each rank of a group keeps 1/N of a tensor that all have (P_a), with offload on the host (P_a+cpu)."""
 
     def __init__(self, device, offload=False, group=None):
         self.device = device
-        self.where = {"device": "cpu", "pin_memory": device.type == "cuda"} if offload else {}
+        self.shard_options = {"device": "cpu", "pin_memory": device.type == "cuda"} if offload else {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.group = group
         self.world_size = dist.get_world_size(group)
-        self.last = None  # a weak reference to the checkpoint of the last call
+        self.last = None  # a weak reference to the latest checkpoint, which only its graph keeps alive
 
-    def put(self, x):
-        """Start to keep this rank's shard of x, which must be contiguous. Returns what fetch() needs."""
+    def partition(self, x):
+        """Start to copy this rank's shard of a contiguous x. Returns what start_all_gather() needs."""
         assert x.is_contiguous(), "a checkpoint must be contiguous"
         flat = x.detach().flatten()
         if len(flat) % self.world_size:
             flat = F.pad(flat, (0, -len(flat) % self.world_size))
-        own = flat.chunk(self.world_size)[dist.get_rank(self.group)]
-        with self.beside():  # the shard's memory is that stream's: freed early, it is not reused early
-            shard = torch.empty_like(own, **self.where)
-            shard.copy_(own, non_blocking=True)
+        part = flat.chunk(self.world_size)[dist.get_rank(self.group)]
+        with self.side_stream():  # shard is allocated there: its memory is not reused before the copy
+            shard = torch.empty_like(part, **self.shard_options)
+            shard.copy_(part, non_blocking=True)
         if self.stream:
-            own.record_stream(self.stream)  # its memory must not be reused before it has been copied
+            part.record_stream(self.stream)  # its memory must not be reused before it has been copied
         return shard, x.shape, x.requires_grad
 
-    def fetch(self, shard, shape, requires_grad):
-        """Start to all-gather x. Returns it, and work to wait for."""
+    def start_all_gather(self, shard, shape, requires_grad):
+        """Returns x, and the work to wait for before x is read."""
         flat = torch.empty(self.world_size * len(shard), dtype=shard.dtype, device=self.device)
-        with self.beside():
-            own = shard.to(self.device, non_blocking=True)
-            work = all_gather(flat, own, group=self.group, async_op=True)
+        with self.side_stream():
+            part = shard.to(self.device, non_blocking=True)
+            work = all_gather(flat, part, group=self.group, async_op=True)
         return flat[: shape.numel()].view(shape).requires_grad_(requires_grad), work
 
-    def beside(self):
-        """A context in which a GPU works beside the computation, after what was computed before."""
+    def side_stream(self):
+        """A context for work beside the computation, but after what has been launched so far."""
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.stream)  # None changes nothing
@@ -196,7 +195,7 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype."""
+    """torch.nn.utils.clip_grad_norm_ with sums in fp64: torch rounds its own to the gradients' dtype."""
     params = list(params)
     norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
     nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))

@@ -123,8 +123,8 @@ test_each_promise_is_kept = holds("parallel_3d", check_overlap, check_rare)
 norm = partial(check_mesh, flags="--accum 2 --steps 1")
 MUTANTS = [
     ("dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)", "pass", norm, "norms differ"),
-    ("self.tied.counts &= mesh.is_first", "pass", norm, "norms differ"),
-    ("counts_here and (zero or mesh.dp_rank == 0)", "counts_here", norm, "norms differ"),
+    ("self.tied.in_norm &= mesh.is_first", "pass", norm, "norms differ"),
+    ("first_copy and (zero or mesh.dp_rank == 0)", "first_copy", norm, "norms differ"),
     ('hasattr(params[0], "part") or mesh.tp_rank == 0', "True", norm, "norms differ"),
     ("(zero or mesh.dp_rank == 0)", "mesh.dp_rank == 0", partial(norm, zero=1), "norms differ"),
     ("/ (mesh.dp * mesh.tp)", "/ mesh.dp", norm, "losses differ"),
@@ -132,7 +132,7 @@ MUTANTS = [
     ("mesh.dp_rank, mesh.dp)  #", "0, mesh.dp)  #", norm, "losses differ"),
     ("/ n_microbatches", "", norm, "losses differ"),
     ("self.grad /= self.mesh.dp", "pass", norm, "norms differ"),
-    ("torch.detach, mesh.tp_sum)", "torch.detach, torch.detach)", norm, "norms differ"),
+    ("identity, mesh.tp_sum)", "identity, identity)", norm, "norms differ"),
     ("self.mesh.dp_rank % self.n_shards", "0", partial(check_mesh, zero=1), "differ"),
     (".double()", "", check_rare, "not torch's loss"),
     (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_rare, "not torch's loss"),

@@ -159,7 +159,7 @@ def check_events(name, offload=False):
     """What is fetched, waited for and computed in a backward."""
     lesson = load(name)
     store = lesson.Partitioned(torch.device("cpu"), offload)
-    fetch, events, shards = store.fetch, [], []
+    start, events, shards = store.start_all_gather, [], []
 
     def square(x, number):
         events.append(f"forward {number}")
@@ -168,10 +168,10 @@ def check_events(name, offload=False):
     def noted_fetch(shard, *more):
         number = next(i for i in range(3) if shards[i] is shard)
         events.append(f"fetch {number}")
-        x, work = fetch(shard, *more)
+        x, work = start(shard, *more)
         return x, mock.Mock(wait=lambda: (events.append(f"wait {number}"), work.wait()))
 
-    store.fetch = noted_fetch
+    store.start_all_gather = noted_fetch
     x = torch.ones(7, requires_grad=True)
     for number in range(3):
         x = lesson.checkpoint(square, x, number, store=store)
@@ -201,7 +201,7 @@ def check_pairs(name):
 def check_host(name):  # the rest of what a GPU is asked to do is in test_nccl.py
     store = load(name).Partitioned(torch.device("meta"), offload=True)
     with mock.patch.object(torch.Tensor, "copy_"):  # of a tensor without data
-        assert store.put(torch.ones(4, device="meta"))[0].device.type == "cpu", "not on the host"
+        assert store.partition(torch.ones(4, device="meta"))[0].device.type == "cpu", "not on the host"
 
 
 offloaded = partial(check_events, offload=True)
@@ -212,15 +212,15 @@ MUTANTS = [
     ("_states(self.random_states)", "_states()", check_gradients, "gradients differ"),
     ("        swap_random_states(before)\n", "", check_gradients, "gradients differ"),
     ("        swap_random_states(after)\n", "", check_gradients, "gradients differ"),
-    ("suppress(Enough), torch.enable_grad()", "suppress(Enough)", check_gradients, "fewer tensors"),
+    ("tion), torch.enable_grad()", "tion)", check_gradients, "fewer tensors"),
     ("self.recomputed = {}\n        before", "before", check_gradients, "saved fewer tensors"),
-    ("Enough(BaseException)", "Enough(Exception)", check_misuse, "not 'nothing'"),
+    ("StopRecomputation(BaseException)", "StopRecomputation(Exception)", check_misuse, "not 'nothing'"),
     ("(tensor.shape, tensor.dtype) == ", "True or ", check_misuse, "a tensor differs"),
     ("assert operator is recorded", "assert True", check_misuse, "in place of"),
     ("._version == version", "._version", check_misuse, "changed in place"),
     ("ADInplaceOrView, False", "ADInplaceOrView, True", check_misuse, "changed in place"),
-    ("    del this.outputs[this.outputs_needed :]\n", "", check_kept, "bytes from"),
-    ("            raise Enough", "            pass", check_beside_torch, "FLOPs"),
+    ("    del call.outputs[call.outputs_needed :]\n", "", check_kept, "bytes from"),
+    ("            raise StopRecomputation", "            pass", check_beside_torch, "FLOPs"),
     ("tensor.detach()  #", "tensor  #", check_gradients, "outlives its graph"),
     ("self.recomputed.pop(number)", "self.recomputed[number]", check_beside_torch, "bytes at the peak"),
     ("{aten.mm, aten.addmm", "{aten.mm, aten.bmm, aten.addmm", check_kept, "unfused"),
@@ -228,10 +228,10 @@ MUTANTS = [
 ]  # fmt: skip
 test_a_mutant_of_checkpointing_is_rejected = mutants(MUTANTS, "checkpointing")
 MUTANTS = [
-    ("self.fetched or self.store", "self.store", check_events, "another order"),
-    ("            self.previous.fetch()", "            pass", check_events, "another order"),
+    ("self.gathering or self.store", "self.store", check_events, "another order"),
+    ("            self.previous.prefetch()", "            pass", check_events, "another order"),
     ("store.last = weakref.ref(self)", "store.last = lambda: self", check_events, "outlives"),
-    ("torch.empty_like(own, **self.where)", "own", check_events, "not 1/N"),
+    ("torch.empty_like(part, **self.shard_options)", "part", check_events, "not 1/N"),
     ('{"device": "cpu", ', '{"device": device, ', check_host, "not on the host"),
     ("dist.get_rank(self.group)]", "0]", check_gradients, "gradients differ"),
     (".requires_grad_(requires_grad)", ".requires_grad_()", check_gradients, "gradients differ"),

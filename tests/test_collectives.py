@@ -158,13 +158,13 @@ sent_by = [partial(check_bytes, size=size) for size in (2, 3, 4, 6)]
 CHECKS = *sent_by, check_refusal, check_table, check_noise, check_noise_scale
 test_each_promise_is_kept = holds("collectives", *CHECKS)
 MUTANTS = [
-    ("own = chunks[rank - i - 1]\n", "own = chunks[rank - i]\n", check_equal, "ring_all_reduce"),
+    ("partial = chunks[rank - i - 1]", "partial = chunks[rank - i]", check_equal, "ring_all_reduce"),
     ("out = x.clone()", "out = x", check_equal, "ring_all_gather"),
     ("for i in range(world_size - 1):", "for i in range(world_size - 2):", check_equal, "ring_all_reduce"),
     ("        reached *= 2", "        reached *= 3", check_four, "of 12"),
     ("out[rank - i]", "out[rank - i - 1]", check_equal, "pairwise"),
     ("exchange(given, partner, received", "exchange(x, partner, x.clone()", check_bytes, "halving"),
-    ("* (sum_of_squares - k *", "* (sum_of_squares -", check_noise, "the trace has a bias"),
+    ("* (sum_of_squares - n *", "* (sum_of_squares -", check_noise, "the trace has a bias"),
     ("- trace / samples", "", check_noise, "the square has a bias"),
     ("ring_all_reduce(sums)", "pass", check_noise_scale, "but it is"),
 ]  # fmt: skip

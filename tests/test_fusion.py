@@ -97,13 +97,13 @@ test_a_fused_part_is_the_plain_one_in_less_memory = holds(
     "fusion", check_softmax, check_attention, check_loss, check_memory
 )
 MUTANTS = [
-    ("summed * correction + weights", "summed + weights", check_attention, "another output"),
+    ("weighted * correction + weights", "weighted + weights", check_attention, "another output"),
     ("total = total * correction +", "total = total +", check_softmax, "another softmax"),
     (".triu(1)", ".triu(2)", check_attention, "another output"),
     ("(tiles(k, v)[: i + 1])", "(tiles(k, v)[: i or 1])", check_attention, "another output"),
     ("largest + total.log()", "largest + total.log2()", check_attention, "another gradient of q"),
-    ("(grad_i @ v_j.mT - mean_i)", "(grad_i @ v_j.mT)", check_attention, "another gradient of q"),
-    ("-torch.ones_like(right)", "torch.zeros_like(right)", check_loss, "another gradient"),
+    ("(grad_i @ v_j.mT - delta_i)", "(grad_i @ v_j.mT)", check_attention, "another gradient of q"),
+    ("-torch.ones_like(of_target)", "torch.zeros_like(of_target)", check_loss, "another gradient"),
     ("grad_weight = grad_weight * grad", "pass", check_loss, "another gradient"),
     ("logits -= logits.amax(-1, keepdim=True)\n", "pass\n", check_loss, "another loss"),
     ("CHUNK = 1024", "CHUNK = 8192", check_memory, "the loss takes"),

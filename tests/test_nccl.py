@@ -165,8 +165,8 @@ HOST, WAITS_IN, NO_DEVICE = "of the host", "the host waits", "over NCCL before t
 USES, FREES = "uses what a collective still", "empties what a collective still uses"
 TAKES, LATE = "takes memory that another stream still uses", "uses what another stream has not finished"
 LAUNCHES = "launches a collective on what another stream has not finished"
-BESIDE = "with self.beside():  # the shard's memory is that stream's: freed early, it is not reused early\n"
-EMPTY = "shard = torch.empty_like(own, **self.where)\n"
+BESIDE = "with self.side_stream():  # shard is allocated there: its memory is not reused before the copy\n"
+EMPTY = "shard = torch.empty_like(part, **self.shard_options)\n"
 check_dropped = partial(check_gpu, main=no_grad)
 EARLY = ("zero_r", f"{BESIDE}{' ' * 12}{EMPTY}", f"{EMPTY}{' ' * 8}{BESIDE}", check_dropped, TAKES)
 FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n            self.reduce_work.wait()"
@@ -188,7 +188,7 @@ ON_GPU = [
     ("tensor_parallel", "        work.wait()\n", "", USES),
     ("sequence_parallel", "all_gather_work.wait()", "pass", USES),
     ("sequence_parallel", "reduce_scatter_work.wait()", "pass", USES),
-    ("zero_r", "            own.record_stream(self.stream)", "            pass", TAKES),
+    ("zero_r", "            part.record_stream(self.stream)", "            pass", TAKES),
     ("zero_r", "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", LATE),
     ("zero_r", "        work.wait()\n", "", USES),
     ("zero_r", "            work = all_gather(flat", "        work = all_gather(flat", LAUNCHES),

@@ -200,7 +200,7 @@ MUTANTS = [
     ("vocab // dist.get_world_size()\n    ins", "logits.shape[-1]\n    ins", check_layers, "loss overflows"),
     ("elsewhere &= (tokens >= 0)", "elsewhere &= True", check_layers, "of token -1 of 13 is found nothing"),
     ("& (tokens < vocab)  #", " #", check_layers, "of token 13 of 13 is found nothing"),
-    ("dist.all_reduce(largest, dist.ReduceOp.MAX)", "largest.zero_()", check_layers, "the loss overflows"),
+    ("dist.all_reduce(shift, dist.ReduceOp.MAX)", "shift.zero_()", check_layers, "the loss overflows"),
     (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_layers, "is not fp32"),
     ("dist.broadcast(tensor, 0)", "pass", check_net, "norms differ"),
     ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),

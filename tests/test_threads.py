@@ -141,7 +141,7 @@ def check_bound(name, staleness=1):
     ahead = []
 
     def task(server, worker, replica, step, share):
-        with server.turn:
+        with server.condition:
             ahead.append(server.clocks[worker] - min(server.clocks.values()))
         push_one(server, worker, replica, meanwhile=lambda: time.sleep(naps[step - 1, worker]))
 
@@ -174,7 +174,7 @@ def straggle(name, mode):
 
 def check_straggler(name):
     assert world(1).run(straggle, name, "bsp")[0] == (2, 0), "bsp does not wait for all, or has stale pushes"
-    assert world(1).run(straggle, name, "ssp")[0][0] == 6, "ssp: not K + 1 pushes each"
+    assert world(1).run(straggle, name, "ssp")[0][0] == 6, "ssp: not S + 1 pushes each"
     others, oldest = world(1).run(straggle, name, "asp")[0]
     assert others == 23 and 15 < oldest <= 23, f"asp waits for a straggler: {others} others, {oldest} old"
 
@@ -259,7 +259,7 @@ ASYNC_MUTANTS = [
     ("self.tasks.appendleft(self.doing.pop(worker))", "self.doing.pop(worker)", check_lost, "come back"),
     ('if self.mode == "bsp" or not self.clocks:', "if not self.clocks:", check_losing, "bsp does not end"),
     ("self.stop(error)  # or", "pass  # or", partial(check_broken, timeout=3), "did not come back"),
-    ("own.copy_(param)", "pass", check_parity, "losses differ"),
+    ("copied.copy_(param)", "pass", check_parity, "losses differ"),
     ("        replica.zero_grad()", "        pass", check_parity, "losses differ"),
     ("clamp(max=1) / self.pushes_per_update", "clamp(max=1)", check_parity, "losses differ"),
     ("self.max_norm = max_norm or math.inf", "self.max_norm = math.inf", check_parity, "losses differ"),

@@ -86,7 +86,6 @@ def letters_of(lesson, config, ranks, backend):
     letters["f"] = min(ahead, config.layers - 1)
     if hasattr(config, "tp"):
         letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
-        letters |= {"z": config.zero * (config.dp > 1), "q": config.dp if config.zero else 1}
     if hasattr(config, "experts"):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
         mlp = 8 * config.width**2 + 5 * config.width
