@@ -176,7 +176,6 @@ class Unit:
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
-        self.finish_reduce()  # of a backward before
         if self.shard.grad is None:
             self.flat_grad.zero_()
             self.shard.grad = self.grad_shard.to(self.shard.dtype)

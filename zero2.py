@@ -164,7 +164,6 @@ class Unit:
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
-        self.finish_reduce()  # of a backward before
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()

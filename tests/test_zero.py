@@ -53,7 +53,8 @@ class Odd(nn.Module):
         self.parts = nn.ModuleList(Part() for _ in range(3))
         self.enter = nn.LSTM(5, 7, batch_first=True)
         self.parts[2].inner.weight = self.parts[0].inner.weight
-        self.unused = nn.Parameter(torch.ones(3))
+        self.unused = Part()
+        self.unused.inner = None
         self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, x):
