@@ -19,7 +19,7 @@ Costs (bytes that a rank sends in a step with --train; the others' stand with ea
     send          2mP(N-1)/N
 
 Run
-    torchrun --nproc_per_node=4 collectives.py    (tools/links.py: every collective, alpha, beta, bandwidth)
+    torchrun --nproc_per_node=4 collectives.py    (bench/links.py: every collective, alpha, beta, bandwidth)
     torchrun --nproc_per_node=8 collectives.py --train --noise-scale --size gpt2-xl --dtype bf16 --batch 64
 
 Left out

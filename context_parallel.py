@@ -6,20 +6,22 @@ Idea
     all-to-all trades 1/N of the tokens for all tokens of 1/N of the heads, and another one trades back. As a
     causal mask gives later tokens more work, rank i of a ring has chunks i and 2N-1-i of 2N (zigzag).
 
-Memory (bytes; P parameters; microbatches of b sequences; N = --cp ranks)
-    parameters    (w+c)P    w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     2mP       m: fp32 4, fp64 8; each parameter's, and all in one flat tensor
-    optimizer     KP        K the moments: AdamW 8, in fp64 16; SGD 0
-    activations   s(b((16L+2)wh+(4L+6)m+m(aL+v))+wh)/N    with --kind ring
-    activations   s(b((17L+2)wh+(4L+6)m+m(aL+v))+wh)/N    with --kind ulysses: outputs before and after
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py; for --cp N)
+    parameters    (w+c)P
+    gradients     2mP       each parameter's, and all in one flat tensor
+    optimizer     KP
+    activations   s(b((16L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ring
+    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses: attention 2
+    A block has 16h a token: inputs, outputs of norms 4, queries, keys, values 3, attention 1, up 4, GELU 4;
+    4 numbers of norms, a of heads (log-sum-exp). The last norm has 2h and 2 numbers, the loss v, positions h.
 
-Communication (forward of a ring, on rank 2 of 4; in backward also the gradients of k and v)
-    compute | q x k, v of rank 2 | q x k, v of rank 1 | q x k, v of rank 0 | q x k, v of rank 3
-    network | k, v of rank 1     | k, v of rank 0     | k, v of rank 3     |
+Communication (forward of a ring, on rank 2 of 4; kv: keys and values; in backward also their gradients)
+    compute | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
+    network | kv of rank 1           | kv of rank 0   | kv of rank 3   |
 
 Costs (bytes that a rank sends in a step of k microbatches)
-    send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring
-    all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses
+    send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring: kv N-1 times, in backward again; gradients N
+    all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses: 4 in forward, 4 in backward
     all-reduce    2mP(N-1)/N
 
 Run
@@ -27,7 +29,7 @@ Run
     torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --heads 16 --context 65536 --batch 1
 
 Left out
-    Masks other than causal, an all-reduce in backward; on GPUs heads over 256, grouped in fp32, pre-Ampere.
+    Masks other than causal, overlapping the all-reduce; on GPUs heads over 256, grouped in fp32, pre-Ampere.
 """
 
 import argparse
@@ -47,8 +49,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-aten = torch.ops.aten
-attention_of_one = F.scaled_dot_product_attention  # which train() replaces
+aten = torch.ops.aten  # has the kernels of F.scaled_dot_product_attention, which hides their log-sum-exp
+plain_attention = F.scaled_dot_product_attention  # which train() replaces
 
 
 def shard_sequence(x, dim, order="zigzag", group=None):
@@ -58,14 +60,14 @@ def shard_sequence(x, dim, order="zigzag", group=None):
     if x.shape[dim] % (2 * world_size):
         raise ValueError(f"{x.shape[dim]} tokens: must be a multiple of 2 x {world_size} ranks")
     chunks = x.chunk(2 * world_size, dim)
-    own = chunks[2 * rank : 2 * rank + 2]
-    if order == "zigzag":
-        own = chunks[rank], chunks[-1 - rank]
+    own = chunks[rank], chunks[-1 - rank]
+    if order == "contiguous":
+        own = chunks[2 * rank : 2 * rank + 2]
     return torch.cat(own, dim)
 
 
 def ring_attention(q, k, v, *, is_causal=False, group=None, order="zigzag"):
-    """Attention of q (b, a, s/N, h/a) to all ranks' k and v (b, g, s/N, h/a), where g divides a."""
+    """Attention of q (b, a, s/N, h/a) to all ranks' k and v (b, a_kv, s/N, h/a), where a_kv divides a."""
     return RingAttention.apply(q, k, v, group, order, is_causal)
 
 
@@ -77,10 +79,11 @@ class RingAttention(torch.autograd.Function):
         lse = torch.full_like(out[..., :1], -math.inf)  # log-sum-exp of the scores so far
         own_kv = torch.stack((k, v))
         ctx.mask = q.shape[2], group, order, is_causal
-        for i, kv in enumerate(travel(own_kv, group)):
-            for rows, columns in visible(i, *ctx.mask):
-                block, block_lse = attend(q[rows], *kv[columns], is_causal and i == 0)
-                merge(out[rows], lse[rows], block, block_lse)
+        for hops, kv in enumerate(rotate(own_kv, group)):
+            if seen := visible(hops, *ctx.mask):
+                queries, keys = seen
+                block, block_lse = attend(q[:, :, queries], *kv[..., keys, :], is_causal and hops == 0)
+                merge(out[:, :, queries], lse[:, :, queries], block, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -91,46 +94,43 @@ class RingAttention(torch.autograd.Function):
         _, group, _, is_causal = ctx.mask
         own_kv = torch.stack((k, v))
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        passed = torch.zeros_like(own_kv)  # kv's gradients of ranks before, which come one step after kv
+        received = torch.zeros_like(own_kv)  # gradients from the ranks that had kv before, one hop after kv
         works = []
-        for i, kv in enumerate(travel(own_kv, group)):
-            grad_kv = torch.zeros_like(kv)
-            for rows, columns in visible(i, *ctx.mask):
-                of_rows = grad[rows], out[rows], lse[rows], q[rows]
-                block_q, *block_kv = attend_backward(*of_rows, *kv[columns], is_causal and i == 0)
-                grad_q[rows] += block_q
-                grad_kv[columns] += torch.stack(block_kv)
+        for hops, kv in enumerate(rotate(own_kv, group)):
+            grad_kv = torch.zeros_like(kv)  # in kv's dtype, in which it is sent on
+            if seen := visible(hops, *ctx.mask):
+                queries, keys = seen
+                of_queries = [x[:, :, queries] for x in (grad, out, lse, q)]
+                block_q, *block_kv = attend_backward(*of_queries, *kv[..., keys, :], is_causal and hops == 0)
+                grad_q[:, :, queries] += block_q
+                grad_kv[..., keys, :] += torch.stack(block_kv)
             for work in works:
-                work.wait()  # for the gradients from the ranks that had this kv before
-            grad_kv += passed
-            passed, works = pass_on(grad_kv, group)
+                work.wait()
+            grad_kv += received
+            received, works = send_to_next(grad_kv, group)
         for work in works:
             work.wait()
-        return grad_q.to(q.dtype), *passed, None, None, None
+        return grad_q.to(q.dtype), *received, None, None, None
 
 
-def visible(i, length, group, order, is_causal):
-    """Which of this rank's queries see which of rank - i's keys: [(index of rows, of columns)], or []."""
-    everything = np.s_[..., :, :]
+def visible(hops, length, group, order, is_causal):
+    """Which of this rank's queries see which keys of the rank `hops` before: two slices, or None."""
+    everything = slice(None), slice(None)
     half = length // 2
-    early_chunk = np.s_[..., :half, :]
-    late_chunk = np.s_[..., half:, :]
-    if not is_causal:
-        return [(everything, everything)]
-    earlier = i <= dist.get_rank(group)
-    if order == "zigzag" and i > 0:
-        if earlier:
-            return [(everything, early_chunk)]  # their late one follows all of ours
-        return [(late_chunk, everything)]  # our early one precedes all of theirs
-    if earlier:
-        return [(everything, everything)]
-    return []
+    theirs_are_earlier = hops <= dist.get_rank(group)
+    if hops == 0 or not is_causal:  # this rank's own chunks ascend: a plain causal mask is right for them
+        return everything
+    if order == "contiguous":
+        return everything if theirs_are_earlier else None
+    if theirs_are_earlier:  # their early chunk precedes both of ours, their late one follows both
+        return slice(None), slice(half)
+    return slice(half, None), slice(None)  # both of theirs lie between our early and our late chunk
 
 
-def travel(kv, group):
-    """Yield this rank's k and v, then those of rank - 1 and so on. While one is in use, the next comes."""
+def rotate(kv, group):
+    """Yield this rank's k and v, then those of rank - 1 and so on, each received while one is in use."""
     for _ in range(dist.get_world_size(group) - 1):
-        next_kv, works = pass_on(kv, group)
+        next_kv, works = send_to_next(kv, group)
         yield kv
         for work in works:
             work.wait()
@@ -138,8 +138,8 @@ def travel(kv, group):
     yield kv
 
 
-def pass_on(tensor, group):
-    """Start sending to the next rank. Returns (what the previous one sends, works to wait for first)."""
+def send_to_next(tensor, group):
+    """Start sending to the next rank. Returns the buffer being received, and works to wait for before use."""
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     if world_size == 1:
@@ -153,7 +153,7 @@ def pass_on(tensor, group):
 
 
 def attend(q, k, v, is_causal):
-    """(Output, log-sum-exp of the scores) over a block of keys, by the kernel of this device and dtype."""
+    """Output, and log-sum-exp of scores (b, a, s/N, 1), of a block, by this device's kernel for the dtype."""
     if not q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
     elif q.dtype == torch.float32:
@@ -165,7 +165,7 @@ def attend(q, k, v, is_causal):
 
 
 def attend_backward(grad, out, lse, q, k, v, is_causal):
-    """Gradients of q, k, v through a block, given grad, out, lse over all keys (arXiv 2307.08691, 3.1)."""
+    """A block's share of the gradients of q, k, v. out and lse are of all keys (arXiv 2307.08691, 3.1)."""
     lse = lse.squeeze(-1).contiguous()
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -183,25 +183,23 @@ def attend_backward(grad, out, lse, q, k, v, is_causal):
 
 
 def merge(out, lse, block, block_lse):
-    """Merge in a block of keys. Its share e^b / (e^a + e^b) is a sigmoid, which cannot overflow."""
-    block_share = torch.sigmoid(block_lse - lse)
+    """Merge in the output over a block of keys, weighted by its share of all exponentials so far."""
+    block_share = torch.sigmoid(block_lse - lse)  # exp(block_lse) / (exp(lse) + exp(block_lse)), no overflow
     out.lerp_(block.to(out.dtype), block_share)
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 def ulysses_attention(q, k, v, *, is_causal=False, group=None):
-    """Like ring_attention(), but for tokens in contiguous order, and N divides H and G."""
+    """Like ring_attention(), but for tokens in contiguous order, and N divides a_kv."""
     if k.shape[1] % dist.get_world_size(group):
         raise ValueError(f"{k.shape[1]} key heads: must be a multiple of the ranks")
-    q = AllToAll.apply(q, 1, 2, group)  # (b, a/N, s, h/a)
-    k = AllToAll.apply(k, 1, 2, group)
-    v = AllToAll.apply(v, 1, 2, group)
-    out = attention_of_one(q, k, v, is_causal=is_causal, enable_gqa=True)
+    q, k, v = (AllToAll.apply(x, 1, 2, group) for x in (q, k, v))  # (b, a/N, s, h/a)
+    out = plain_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
     return AllToAll.apply(out, 2, 1, group)  # (b, a, s/N, h/a)
 
 
 class AllToAll(torch.autograd.Function):
-    """Give part i of x, split by a dim, to rank i, and join what comes by another. Backward: the reverse."""
+    """Split x along a dim, send part i to rank i, join what arrives along another. Backward: the reverse."""
 
     @staticmethod
     def forward(ctx, x, split, join, group):
@@ -217,11 +215,12 @@ class AllToAll(torch.autograd.Function):
 
 
 def train(config):
-    """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
+    """Train with these flags. In bf16 the model has the fp32 masters; `weights` are their casts."""
     device, text, group = set_up_groups(config)
     world_size = dist.get_world_size()
+    replica = dist.get_rank() // config.cp
     dtype = DTYPES[config.dtype]
-    own = partial(shard_sequence, order=config.order, group=group)
+    shard = partial(shard_sequence, order=config.order, group=group)
     attention = partial(ring_attention, order=config.order, group=group)
     if config.kind == "ulysses":
         attention = partial(ulysses_attention, group=group)
@@ -229,15 +228,14 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        replica = dist.get_rank() // config.cp
         batches = microbatches(config, text, step, device, replica, config.dp)
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
-        weights["positions.weight"] = own(weights["positions.weight"], 0)  # those of this rank's tokens
+        weights["positions.weight"] = shard(weights["positions.weight"], 0)  # GPT reads [: s/N] of it: all
         loss = 0
         for inputs, targets in batches:
-            with mock.patch.object(F, "scaled_dot_product_attention", attention):  # in all blocks
-                microloss = mean_loss(functional_call(model, weights, own(inputs, 1)), own(targets, 1))
-            microloss = microloss / config.accum  # as gradients of microbatches add up
+            with mock.patch.object(F, "scaled_dot_product_attention", attention):  # which blocks call
+                microloss = mean_loss(functional_call(model, weights, shard(inputs, 1)), shard(targets, 1))
+            microloss /= config.accum  # as gradients of microbatches add up
             microloss.backward()
             loss += microloss.detach()
         grad_norm = average_gradients(model, config.clip)
@@ -255,7 +253,7 @@ def average_gradients(model, max_norm):
     flat_grad = nn.utils.parameters_to_vector(grads)
     dist.all_reduce(flat_grad)
     flat_grad /= dist.get_world_size()
-    nn.utils.vector_to_parameters(flat_grad, grads)
+    nn.utils.vector_to_parameters(flat_grad, grads)  # each .grad is now a view of flat_grad
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
@@ -265,13 +263,15 @@ def set_up_groups(config):
     config.cp = config.cp or world_size
     if world_size % config.cp:
         refuse(f"--cp {config.cp}: must divide the {world_size} ranks")
-    if config.kind == "ulysses" and config.order == "zigzag":
-        refuse("--order zigzag: is for --kind ring")
-    config.order = config.order or {"ring": "zigzag", "ulysses": "contiguous"}[config.kind]
+    if config.kind == "ulysses":
+        if config.order == "zigzag":
+            refuse("--order zigzag: is for --kind ring")
+        if config.heads % config.cp:
+            refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
+        config.order = "contiguous"
+    config.order = config.order or "zigzag"
     if config.context % (2 * config.cp):
         refuse(f"--context {config.context}: must be a multiple of 2 x --cp {config.cp}")
-    if config.kind == "ulysses" and config.heads % config.cp:
-        refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
     config.dp = world_size // config.cp
     device, text = set_up(config, f" | cp {config.cp} | {config.kind} {config.order}", config.dp)
     if config.kind == "ring" and device.type == "cuda":

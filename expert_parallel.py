@@ -2,32 +2,36 @@
 
 Idea
     A mixture of experts has X MLPs in place of one; a router sends each token to the t most probable, and
-    their outputs, weighted by probability, are added up (arXiv 1701.06538): X times the parameters, t times
-    the FLOPs. Each of e ranks has X/e of the experts; all-to-alls take tokens there and back (GShard, arXiv
-    2006.16668). A loss (Switch, 2101.03961) over all ranks' tokens (2501.11873) keeps experts equally busy;
-    or, with --balance bias, a bias that is added to probabilities for the choice alone (2408.15664).
+    their outputs, weighted by probability, are added up (arXiv 1701.06538): X times the MLP's parameters, t
+    times its FLOPs. Each of e ranks (--ep) has X/e of the experts; all-to-alls take tokens there and back
+    (GShard, arXiv 2006.16668). A loss (Switch, 2101.03961) over all ranks' tokens (2501.11873) keeps experts
+    equally busy; or, with --balance bias, a bias added to probabilities for the choice alone (2408.15664).
 
-Memory (bytes; D parameters outside experts, F in this rank's experts, M = (L+1)//2 mixtures of X experts)
-    parameters    (w+c)(D+F)                w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master in bf16: 4
-    gradients     (m+cmin(1,k-1)/2)(D+F)    m: fp64 8, else 4; then in bf16 also a later microbatch's
-    optimizer     K(D+F)                    K the moments: AdamW 8, in fp64 16; SGD 0
+Memory (bytes; U parameters in an expert, D outside them; M = (L+1)//2 mixtures; other letters: single.py)
+    parameters    (w+c)(D+MXU/e)
+    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16 also a later microbatch's, before their cast
+    optimizer     K(D+MXU/e)
 
-Communication (a mixture's forward; in backward the all-to-alls go the other way)
-    router | all-gather of counts | all-to-all of tokens | own experts | all-to-all of outputs | weigh and add
+Communication (rank 0 of 2, with tokens 0, 1, 2 and experts A, B; 0C: token 0 for C; in backward reversed)
+    1 by token              0B 0C 1A 1B 2D 2A         all-gather of counts
+    2 by expert             1A 2A 0B 1B | 0C 2D       all-to-all: 0C and 2D go to rank 1
+    3 by rank, by expert    1A 2A 0B 1B | 3A 4B 5B
+    4 by expert, by rank    1A 2A 3A | 0B 1B 4B 5B    A and B compute
+    5 outputs go back       order 3; all-to-all; order 2; weighed and added up to a row for each token
 
 Costs (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens on all N ranks)
-    all-to-all    4wkM(tbsh/N)(e-1)/e       in the mean; what is sent depends on the tokens
-    all-gather    8kMX(N-1)                 how many tokens of each rank chose each expert
-    all-reduce    2m(D(N-1)+F(N-e))/N       gradients; experts' among the N/e ranks that have the same
+    all-to-all    4wkM(tbsh/N)(e-1)/e           in the mean; what is sent depends on the tokens
+    all-gather    8kMX(N-1)                     how many tokens of each rank chose each expert
+    all-reduce    2m(D(N-1)+MXU(N-e)/e)/N       gradients; experts' among the N/e ranks that have the same
 
 Run
     torchrun --nproc_per_node=2 expert_parallel.py
     torchrun --nproc_per_node=8 expert_parallel.py --size gpt2 --experts 64 --dtype bf16 --capacity-factor 2
 
 Left out
-    Router z-loss and noise, one kernel for a rank's experts (a loop here), overlap of all-to-alls with
-    computation, fixed shapes (here the host waits for the counts, once in each mixture and microbatch: they
-    are the sizes of its all-to-alls and of its experts' inputs).
+    Router z-loss and noise, one kernel for a rank's experts (a loop here), overlap of all-to-alls, buckets or
+    overlap of gradients (an all-reduce each, after backward), fixed shapes (here the host waits for counts,
+    once in each mixture and microbatch: they are the sizes of its all-to-alls and of its experts' inputs).
 """
 
 import argparse
@@ -35,7 +39,6 @@ import math
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,11 +49,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
-
 
 class MoE(nn.Module):
-    """Mixture of `experts` MLPs, spread over a group's ranks. x (..., D) -> (..., D), the same shape on all.
+    """Mixture of `experts` MLPs, spread over a group. x (..., h) -> (..., h), the same shape on all ranks.
 
     Sets load (X,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond an
     expert's capacity; and balance_loss, 1 if all are equally busy (arXiv 2101.03961, section 2.2).
@@ -72,61 +73,59 @@ class MoE(nn.Module):
                 self.experts[str(i)] = mlp
 
     def forward(self, x):
-        tokens = x.flatten(0, -2)  # (bs, h)
+        tokens = x.flatten(0, -2)  # (bs/N, h)
         wide = torch.promote_types(x.dtype, torch.float32)
-        probs = self.router(tokens).softmax(-1, dtype=wide)  # (T, X)
-        _, chosen = (probs + self.bias).topk(self.top_k)  # (T, top_k)
+        probs = self.router(tokens).softmax(-1, dtype=wide)  # (bs/N, X)
+        _, chosen = (probs + self.bias).topk(self.top_k)  # (bs/N, t)
         gates = probs.gather(-1, chosen)  # without the bias
         if self.top_k > 1:  # a lone gate must stay the probability, or the router gets no gradient
             gates = gates / gates.sum(-1, keepdim=True)
-        chosen = chosen.flatten()  # choice j of token i is at i * top_k + j
-        counts = self.count(chosen)
-        kept = self.fit(counts)
+        chosen = chosen.flatten()  # order 1: choice j of token i is at i * t + j
+        counts = self.all_gather_counts(chosen)
+        kept = self.cut_to_capacity(counts)
         total = counts.sum()
         self.dropped = 1 - kept.sum() / total
-        # Linear in the probabilities: this rank's are enough, as gradients are averaged over ranks.
         share = self.load.to(probs) / total
-        self.balance_loss = len(share) * share @ probs.mean(0)
+        self.balance_loss = (len(share) * share) @ probs.mean(0)  # its mean over ranks is all tokens'
 
         rank = dist.get_rank()
-        by_expert = chosen.argsort(stable=True)
+        by_expert = chosen.argsort(stable=True)  # order 2: indices of choices
         parts = by_expert.split(counts[rank].tolist())
         choices = torch.cat([part[:places] for part, places in zip(parts, kept[rank])])
-        rows = choices // self.top_k  # of tokens, ordered by expert and so by rank
-        outputs = self.dispatch(tokens[rows], kept)
+        token_ids = choices // self.top_k
+        outputs = self.run_experts(tokens[token_ids], kept)
         gates = gates.flatten().to(x.dtype)
         gates = gates[choices].unsqueeze(-1)
         outputs = outputs * gates
-        mixed = torch.zeros_like(tokens)
-        mixed.index_add_(0, rows, outputs)
+        mixed = torch.zeros_like(tokens).index_add_(0, token_ids, outputs)
         return mixed.view_as(x)
 
-    def count(self, chosen):
-        """How many tokens of each of all ranks chose each expert: (N, X), on the host, which waits for it."""
+    def all_gather_counts(self, chosen):
+        """How many tokens of each rank chose each expert: (N, X), on the host, which waits for it."""
         own_counts = chosen.new_zeros(self.router.out_features)
         own_counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         counts = own_counts.repeat(dist.get_world_size(), 1)
-        all_gather(counts.flatten(), own_counts)
+        dist.all_gather(list(counts), own_counts)  # of the world: balance and capacity are over all tokens
         self.load = counts.sum(0)
         return counts.cpu()
 
     def _apply(self, function, recurse=True):
-        """Of to() and the like, which take the bias for integers: it stays fp32, where small steps add up."""
+        """Of to() and the like. Seen as integers, the bias stays fp32, in which small steps add up."""
         self.bias = self.bias.view(torch.int32)
         super()._apply(function, recurse)
         self.bias = self.bias.view(torch.float32)
         return self
 
-    def fit(self, counts):
-        """How many of the counts (N, X) find a place: first come, first served, in the order of tokens."""
+    def cut_to_capacity(self, counts):
+        """Cut counts (N, X) to the capacity: first come lower ranks, and in forward() earlier tokens."""
         mean = counts.sum() / counts.shape[1]
-        capacity = (self.capacity_factor * mean).ceil().clamp(min=4)
+        capacity = (self.capacity_factor * mean).ceil().clamp(min=4)  # at least DeepSpeed's min_capacity
         taken = counts.cumsum(0) - counts  # by tokens of earlier ranks
         left = (capacity - taken).clamp(min=0)
         return left.minimum(counts).long()
 
-    def dispatch(self, rows, counts):
-        """Take rows, which are ordered by expert, to the experts' ranks; bring the experts' outputs back."""
+    def run_experts(self, rows, counts):
+        """Send rows (order 2) to their experts' ranks, run the experts, return outputs in the same order."""
         ranks = dist.get_process_group_ranks(self.group)
         rank = dist.get_rank(self.group)
         counts = counts[ranks]
@@ -134,14 +133,13 @@ class MoE(nn.Module):
         own_counts = counts[:, rank]  # (from rank, this rank's expert)
         sent = counts[rank].sum(1).tolist()
         received = own_counts.sum(1).tolist()
-        rows = AllToAll.apply(rows, sent, received, self.group)  # ordered by rank, then by expert
-        pieces = rows.split(own_counts.flatten().tolist())
-        outputs = [None] * len(pieces)
+        rows = AllToAll.apply(rows, sent, received, self.group)  # order 3
+        pieces = list(rows.split(own_counts.flatten().tolist()))
         for i, expert in enumerate(self.experts.values()):
             own = slice(i, None, len(self.experts))  # of the pieces: one from each rank
-            output = expert(torch.cat(pieces[own]))
-            outputs[own] = output.split(own_counts[:, i].tolist())
-        outputs = torch.cat(outputs)
+            output = expert(torch.cat(pieces[own]))  # order 4; run even if empty: .grad must not be None
+            pieces[own] = output.split(own_counts[:, i].tolist())
+        outputs = torch.cat(pieces)  # order 3
         return AllToAll.apply(outputs, received, sent, self.group)
 
 
@@ -160,47 +158,46 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad.contiguous(), *ctx.back), None, None, None
 
 
-def mix_experts(model, config, group):
+def replace_mlps(model, config, group):
     """Replace the MLP of every other block by a mixture. Returns the mixtures."""
     mixtures = []
     for block in model.blocks[::2]:
         hidden, width = block.up.weight.shape
         del block.up, block.down
-        block.up = block.down = torch.zeros_like
+        block.up = block.down = torch.zeros_like  # an MLP that adds nothing
         block.moe = MoE(width, hidden, config.experts, config.top_k, group, config.capacity_factor)
-        block.forward = partial(forward_with_experts, block)
+        block.register_forward_hook(add_mixture)
         mixtures.append(block.moe)
     return mixtures
 
 
-def forward_with_experts(block, x):
-    """Block.forward(), whose MLP adds nothing now, and the mixture."""
-    x = Block.forward(block, x)
+def add_mixture(block, inputs, x):
+    """Called with a block's output; what it returns takes its place."""
     return x + block.moe(block.norm2(x))
 
 
 def train(config):
-    """Train with these flags. In bf16 the model has the fp32 masters, and `weights` are bf16."""
-    device, text, group, same_experts = set_up_groups(config)
+    """Train with these flags. In bf16 `weights` are casts of fp32 masters: they save nothing for backward."""
+    device, text, ep_group, expert_dp_group = set_up_groups(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[config.dtype]
     model = GPT(config)
-    mixtures = mix_experts(model, config, group)
+    mixtures = replace_mlps(model, config, ep_group)
     model.to(device, torch.promote_types(dtype, torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device)  # the same for any world size, cut below
+        batches = microbatches(config, text, step, device)  # of all ranks, as the capacity is
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = loads = 0
         for batch in batches:
-            inputs, targets = (tokens.chunk(world_size)[rank] for tokens in batch)
+            inputs, targets = (part.chunk(world_size)[rank] for part in batch)
             microloss = mean_loss(functional_call(model, weights, inputs), targets)
             loss += microloss.detach() / config.accum
-            microloss += config.weight * sum(moe.balance_loss for moe in mixtures)
-            (microloss / config.accum).backward()
+            total = microloss + config.weight * sum(moe.balance_loss for moe in mixtures)
+            (total / config.accum).backward()
             loads += torch.stack([moe.load for moe in mixtures])  # (M, X)
-        grad_norm = average_gradients(model, group, same_experts, config.clip)
+        grad_norm = average_gradients(model, ep_group, expert_dp_group, config.clip)
         optimizer.step()
         for moe, load in zip(mixtures, loads):
             moe.bias += config.rate * (load.double().mean() - load).sign()
@@ -208,60 +205,63 @@ def train(config):
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
     if rank == 0:
-        print_loads(mixtures, loads)
+        print_loads(mixtures, loads)  # of the last step
     if config.save:
         save(model.to("cpu", dtype), config.save)
 
 
 def print_loads(mixtures, loads):
-    """Print a step's loads (M, X) and MaxVio: the largest over the mean, less 1 (arXiv 2408.15664)."""
+    """Print a step's loads (M, X), MaxVio: max / mean - 1 (arXiv 2408.15664), its last microbatch's drops."""
     for moe, load in zip(mixtures, loads.tolist()):
         max_vio = max(load) / np.mean(load) - 1
         print(f"tokens per expert {load} | MaxVio {max_vio:.2f} | dropped {moe.dropped:.1%}")
 
 
-def average_gradients(model, group, same_experts, max_norm):
+def average_gradients(model, ep_group, expert_dp_group, max_norm):
     """Make each .grad the mean over ranks, which have equally many tokens, and clip it. Returns the norm."""
-    squares = [0, 0]  # of the gradients of all but experts, of experts
+    squares = {"experts": 0, "others": 0}
     for name, param in model.named_parameters():
-        is_expert = ".experts." in name
-        sharers = same_experts if is_expert else None
-        if dist.get_world_size(sharers) > 1:
-            dist.all_reduce(param.grad, group=sharers)
+        kind = "others"
+        replicas = None  # the world
+        if ".experts." in name:
+            kind = "experts"
+            replicas = expert_dp_group
+        if dist.get_world_size(replicas) > 1:
+            dist.all_reduce(param.grad, group=replicas)
         param.grad /= dist.get_world_size()  # experts', too: they are sums over the tokens of all ranks
-        squares[is_expert] += param.grad.square().sum()
-    dist.all_reduce(squares[1], group=group)
-    norm = sum(squares).sqrt()
+        squares[kind] += param.grad.square().sum()
+    dist.all_reduce(squares["experts"], group=ep_group)
+    norm = sum(squares.values()).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
 
 
 def save(model, path):
-    """Write the state_dict of a model with all experts."""
-    states = [None] * dist.get_world_size()
-    dist.all_gather_object(states, model.state_dict(), group=dist.new_group(backend="gloo"))
-    for state in states:
-        states[0] |= state
-    if dist.get_rank() == 0:
+    """Write the state_dict of a model with all experts: rank 0's, with those of the others."""
+    states = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(model.state_dict(), states, group=dist.new_group(backend="gloo"))
+    if states:
+        for state in states[1:]:
+            states[0].update(state)
         torch.save(states[0], path)
 
 
 def set_up_groups(config):
-    """Check the flags and join. Returns device, text, groups with all and with the same experts."""
+    """Check the flags and join. Returns device, text, groups of ranks with all and with the same experts."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    shared = math.gcd(world_size, config.experts)
-    config.ep = config.ep or shared
-    config.rate = 0.005 if config.balance == "bias" else 0  # of a step; the paper's 0.001 is for longer runs
+    largest_ep = math.gcd(world_size, config.experts)
+    config.ep = config.ep or largest_ep
+    config.rate = 0.005 if config.balance == "bias" else 0  # the paper's 0.001 is for longer runs
     config.weight = 0 if config.rate else config.balance
-    if shared % config.ep:
+    if largest_ep % config.ep:
         refuse(f"--ep {config.ep}: must divide the {world_size} ranks and --experts {config.experts}")
     if config.top_k > config.experts:
         refuse(f"--top-k {config.top_k}: must be at most --experts {config.experts}")
     device, text = set_up(config, f" | {config.experts} experts, top {config.top_k} | ep {config.ep}")
     ranks = np.arange(world_size).reshape(-1, config.ep)  # a row has all experts, a column the same
-    same_experts, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-    group, _ = dist.new_subgroups(config.ep)
-    return device, text, group, same_experts
+    expert_dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+    ep_group, _ = dist.new_subgroups(config.ep)
+    return device, text, ep_group, expert_dp_group
 
 
 def bias_or_weight(text):

@@ -4,15 +4,15 @@ Idea
     Rank i holds stage i, consecutive layers with about 1/N of the parameters. A batch is cut into k
     microbatches, so that all stages work at once, each on a different one. Before its first backward a rank
     does 1 forward in naive, k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B
-    (arXiv 2104.04473, section 2.2) gives rank i the stages i, N+i, ...
+    (arXiv 2104.04473, section 2.2) gives rank i C chunks of the layers, the stages i, N+i, ...
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wR+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight, each with its activations: naive 1, gpipe k, 1f1b min(k,N-i), interleaved min(Ck,(C+1)N-2i-1).
+    Activations held, of microbatches: naive 1, gpipe k, 1f1b min(k,N-i), interleaved min(k,N+(N-2i-1)/C).
 
-Communication (1f1b, 4 ranks, 6 microbatches, times of F and B alike; . is idle, the "bubble")
+Communication (1f1b, 4 ranks; F, as long as B, sends its output down a row, B a gradient up; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
@@ -20,8 +20,9 @@ Communication (1f1b, 4 ranks, 6 microbatches, times of F and B alike; . is idle,
 
 Costs (bytes that a rank sends in a step of k microbatches of b sequences; C 2 if interleaved, else 1)
     send          min(2C,(2C-1)(N-1))kwbsh     F: its output, to the next stage; B: its input's gradient, back
+    For each microbatch that is 2C messages, but 2C-1 on the first and the last rank (of two: on both).
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
-    Idle, as a part of the computation: (N-1)/k in gpipe and 1f1b, (N-1)/(Ck) interleaved, N-1 naive.
+    Idle part of the time: (N-1)/(k+N-1) in gpipe and 1f1b, (N-1)/(Ck+N-1) interleaved, (N-1)/N in naive.
 
 Run
     torchrun --nproc_per_node=2 pipeline.py --accum 8
@@ -48,39 +49,39 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")
-AHEAD = 4  # sends that have not been waited for
+MAX_SENT = 4  # sends that have not been waited for
 NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's gradient to the one before
 
 
-def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
-    """The Actions of each of n_stages ranks, in order. name: naive, gpipe, 1f1b, or interleaved."""
-    n_chunks = max(n_chunks, 2) if name == "interleaved" and n_stages > 1 else 1
-    assert n_chunks == 1 or n_microbatches % n_stages == 0, "n_microbatches must be a multiple of n_stages"
+def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
+    """Each rank's Actions, in order. name: naive, gpipe, 1f1b, interleaved (n_chunks a rank, at least 2)."""
+    n_chunks = max(n_chunks, 2) if name == "interleaved" and n_ranks > 1 else 1
+    assert n_chunks == 1 or n_microbatches % n_ranks == 0, "n_microbatches must be a multiple of n_ranks"
     total = n_chunks * n_microbatches
     schedule = []
-    for rank in range(n_stages):
-        warmup = {
+    for rank in range(n_ranks):
+        warmup = {  # turns without B; that of the first B has an F before it, so in 1f1b N-i precede it
             "naive": 0,
             "gpipe": n_microbatches,
-            "1f1b": n_stages - 1 - rank,
-            "interleaved": 2 * (n_stages - 1 - rank) + (n_chunks - 1) * n_stages,
+            "1f1b": n_ranks - 1 - rank,
+            "interleaved": 2 * (n_ranks - 1 - rank) + (n_chunks - 1) * n_ranks,
         }[name]
         actions = []
         for turn in range(total + warmup):  # warmup: F alone; steady: F and B in turn; cooldown: B alone
             for op, nth in (("F", turn), ("B", turn - warmup)):
                 if 0 <= nth < total:
-                    group, rest = divmod(nth, n_chunks * n_stages)  # n_stages pass all chunks, then the next
-                    chunk, k = divmod(rest, n_stages)
+                    group, rest = divmod(nth, n_chunks * n_ranks)  # n_ranks microbatches pass all chunks
+                    chunk, member = divmod(rest, n_ranks)
                     if op == "B":
                         chunk = n_chunks - 1 - chunk
-                    actions.append(Action(op, chunk * n_stages + rank, group * n_stages + k))
+                    actions.append(Action(op, chunk * n_ranks + rank, group * n_ranks + member))
         schedule.append(actions)
     return schedule
 
 
 def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
     """The idle part of the longest time from a rank's first action to its last (arXiv 2401.10241, 5.3).
-    Times: t_f of F, t_b and t_w of the gradients of a stage's inputs and weights, t_comm of a message."""
+    F takes t_f, B t_b (inputs) + t_w (weights), a message t_comm. It is here for site/book.py and tests."""
     duration = {"F": t_f, "B": t_b + t_w}
     arrival = defaultdict(float)  # {action: when what it needs is there}
     before = None
@@ -89,15 +90,15 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
         longest = 0
         for actions in schedule:
             began = now = arrival[actions[0]]
-            for op, stage, k in actions:
-                now = max(now, arrival[op, stage, k]) + duration[op]
-                arrival[op, stage + NEXT[op], k] = now + t_comm
+            for op, stage, j in actions:
+                now = max(now, arrival[op, stage, j]) + duration[op]
+                arrival[op, stage + NEXT[op], j] = now + t_comm
             longest = max(longest, now - began)
     return 1 - sum(duration[action.op] for action in schedule[0]) / longest
 
 
 def split_layers(layers, n_stages):
-    """Where each stage ends: near its equal share of the parameters (of memory, not of time)."""
+    """Where each stage ends: near its equal share of the parameters (of memory, not time); none is empty."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     ends = []
     for end in range(1, len(layers)):
@@ -111,8 +112,7 @@ def split_layers(layers, n_stages):
 class Pipeline(nn.Module):
     """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
     layers: modules, each called with the output of the one before: between stages one tensor, of one shape.
-    ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's.
-    """
+    ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's."""
 
     def __init__(self, layers, ends, loss_function, schedule):
         super().__init__()
@@ -123,11 +123,9 @@ class Pipeline(nn.Module):
         self.last_stage = len(ends) - 1
         self.stages = nn.ModuleList()
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        start = 0
-        for stage, end in enumerate(ends):
+        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
             rank = stage % self.world_size
             module = nn.Sequential(*layers[start:end])
-            start = end
             if rank == self.rank:
                 self.stages.append(module)
             for param in module.parameters():
@@ -139,51 +137,54 @@ class Pipeline(nn.Module):
                 self.ties[param] = dist.new_group(ranks)  # all ranks must call it
             if self.rank not in ranks:
                 param.untyped_storage().resize_(0)
-        # NCCL runs a group's messages between two ranks in turn: F and B have groups for either direction.
+        # NCCL runs a group's messages between two ranks in order, so F and B have a group each. If 2 ranks
+        # interleave, both send F to the other: the parity of the receiving stage tells the directions apart.
         self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
-        self.like = [None]  # a meta tensor like all messages
+        self.like = [None]  # a meta tensor, of the shape of all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
-        self.ahead = 0  # step 1 posts none early: the first message of two ranks on NCCL waits for both
+        self.ahead = 0  # receives posted early; not in step 1: NCCL's first of a pair blocks until both call
 
     def step(self, inputs, targets):
         """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-        self.to_post = deque(a for a in self.actions if 0 <= a.stage - NEXT[a.op] <= self.last_stage)
-        alive = {}  # {(stage, microbatch): (input, where its backward begins)}
-        for op, stage, k in self.actions:
+        first_stage = {"F": 0, "B": self.last_stage}  # where nothing is received
+        self.to_post = deque(action for action in self.actions if action.stage != first_stage[action.op])
+        in_flight = {}  # {(stage, microbatch): (input, loss or edge; an edge frees its output)}
+        for op, stage, j in self.actions:
             if op == "F":
-                x = inputs[k] if stage == 0 else self._receive().requires_grad_()
+                x = inputs[j] if stage == 0 else self._receive().requires_grad_()
                 output = self.stages[stage // self.world_size](x)
                 if stage == self.last_stage:
-                    output = self.loss_function(output, targets[k]) / len(targets)  # as gradients add up
+                    output = self.loss_function(output, targets[j]) / len(targets)  # as gradients add up
                     self.loss += output.detach()
                 else:
                     self._send("F", stage + 1, output.detach())
-                    output = get_gradient_edge(output.requires_grad_())  # output itself is freed
-                alive[stage, k] = (x, output)
+                    output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): for frozen layers
+                in_flight[stage, j] = x, output
             else:
-                x, output = alive.pop((stage, k))
+                x, output = in_flight.pop((stage, j))
                 gradient = None if stage == self.last_stage else self._receive()
                 torch.autograd.backward(output, gradient)
+                del output  # and the graph, which still holds inputs
                 if stage > 0:
                     self._send("B", stage - 1, x.grad)
         self._finish()
+        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
         return self.loss
 
     def _finish(self):
         while self.sent:
             self.sent.popleft().wait()
-        for param in self.parameters():
-            if param.requires_grad and param.grad is None:
-                param.grad = torch.zeros_like(param)
-        for param, group in self.ties.items():
-            if param.requires_grad and self.rank in self.ranks_of[param]:
-                dist.all_reduce(param.grad, group=group)
+        for param, ranks in self.ranks_of.items():
+            if self.rank in ranks and param.requires_grad:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                if param in self.ties:
+                    dist.all_reduce(param.grad, group=self.ties[param])
         dist.all_reduce(self.loss)
-        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
 
-    def _receive(self):
+    def _receive(self):  # no tags: both ends walk the same order, so the n-th send meets the n-th receive
         if self.like[0] is None:
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
@@ -196,13 +197,13 @@ class Pipeline(nn.Module):
         return buffer
 
     def _send(self, op, stage, tensor):
-        if self.like[0] is None:  # rank 0's first output tells all ranks the shape
+        if self.like[0] is None:  # rank 0's first output, for which the others wait above
             self.like[0] = tensor.to("meta")
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         if tensor.shape != self.like[0].shape:
-            raise ValueError(f"stage {stage} gets {tensor.shape}: must be {self.like[0].shape}, as before")
+            raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")
         self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op][stage % 2]))
-        if len(self.sent) > AHEAD:
+        if len(self.sent) > MAX_SENT:
             self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
 
     @torch.no_grad()
@@ -222,6 +223,11 @@ class Pipeline(nn.Module):
         for param, ranks in self.ranks_of.items():
             param.untyped_storage().resize_(param.nbytes)
             dist.broadcast(param.data, min(ranks))
+
+
+class AddPositions(nn.Sequential):  # of one embedding: (b, s, h) -> (b, s, h)
+    def forward(self, x):
+        return x + self[0].weight[: x.shape[1]]
 
 
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
@@ -255,8 +261,7 @@ def train(config):
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
-    model.positions.forward = lambda x: x + model.positions.weight[: x.shape[1]]  # (b, s, h) -> (b, s, h)
-    layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
+    layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
     pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":

@@ -3,17 +3,16 @@
 Idea
     Backward computes two things: B, the gradient of a stage's input, which the stage before waits for, and
     W, the gradients of its weights, which nobody waits for. 1F1B does both at once. Here W comes later, when
-    a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). ZB-H1 holds as much as 1F1B's rank 0 on
-    each rank. ZB-H2 begins with about twice the forwards; with F, B, W equally long no rank idles in a step.
+    a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). In ZB-H1 each rank holds as much as rank
+    0 in 1F1B. In ZB-H2 2(N-i)-1 F fill the time until rank i's first B; if F = B = W no rank idles in a step.
 
 Memory (bytes; R parameters on the rank with most, about P/N)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wR+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    Activations of the microbatches in flight, from forward to W: min(k, N-i) in 1f1b, min(k, N) in zb-h1,
-    min(k, 2N-1) in zb-h2. From B to W, what linear layers were given, and the gradients of their outputs.
+    Activations from F to W, of microbatches: 1f1b min(k,N-i), zb-h1 min(k,N), zb-h2 min(k,2N-1).
 
-Communication (zb-h1, 4 ranks, 6 microbatches, times of F, B and W alike)
+Communication (zb-h1, 4 ranks; F, as long as B and W, sends its output down a row, B a gradient up; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
@@ -22,7 +21,7 @@ Communication (zb-h1, 4 ranks, 6 microbatches, times of F, B and W alike)
 Costs (bytes that a rank sends in a step of k microbatches of b sequences)
     send          min(2,N-1)kwbsh              F: its output, to the next stage; B: its input's gradient, back
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
-    Idle, if F, B, W are their times: (N-1)(F+B+W) in 1f1b, (N-1)(F+B-W) in zb-h1, (N-1)(F+B-2W) in zb-h2.
+    Idle part of the time, if F = B = W: (N-1)/(k+N-1) in 1f1b, (N-1)/(3k+N-1) in zb-h1, 0 in zb-h2.
 
 Run
     torchrun --nproc_per_node=2 zero_bubble.py --accum 8
@@ -33,7 +32,6 @@ Left out
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -47,25 +45,24 @@ import torch.distributed as dist
 import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")
-AHEAD = 4  # sends that have not been waited for
-NEXT = {"F": 1, "B": -1, "W": math.inf}  # how many stages on a result is needed; that of W nowhere
+MAX_SENT = 4  # sends that have not been waited for
+NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's gradient to the one before
 
 
-def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
-    """The Actions of each of n_stages ranks, in order. name: 1f1b, zb-h1 or zb-h2."""
-    assert n_chunks == 1, "these schedules have one stage for each rank"
+def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
+    """Each rank's Actions, in order. name: 1f1b, zb-h1, zb-h2 (n_chunks is for interleaved ones)."""
+    depth = 2 if name == "zb-h2" else 1
+    first_w = depth * (n_ranks - 1)  # W begins in the same turn on all ranks
     schedule = []
-    for rank in range(n_stages):
-        depth = 2 if name == "zb-h2" else 1
-        warmup = depth * (n_stages - 1 - rank)
-        delay = depth * rank  # so many B go before their W
-        begins = {"F": 0, "B": warmup}
+    for rank in range(n_ranks):
+        begins = {"F": 0, "B": first_w - depth * rank}
         if name != "1f1b":
-            begins["W"] = warmup + delay
+            begins["W"] = first_w
         actions = []
-        for turn in range(n_microbatches + warmup + delay):
+        for turn in range(n_microbatches + first_w):
             for op, begin in begins.items():
                 if 0 <= turn - begin < n_microbatches:
                     actions.append(Action(op, rank, turn - begin))
@@ -74,9 +71,9 @@ def build_schedule(name, n_stages, n_microbatches, n_chunks=1):
 
 
 def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
-    """The idle part of the longest rank's time, if F, B, W and messages take these times (section 5.3)."""
+    """Idle part of the longest time from a rank's first action to its last, for site/book.py and tests."""
     duration = {"F": t_f, "B": t_b, "W": t_w}
-    if schedule[0][-1].op == "B":  # it does W, too
+    if schedule[0][-1].op == "B":  # 1f1b, where it does W, too
         duration["B"] += t_w
     arrival = defaultdict(float)  # {action: when what it needs is there}
     before = None
@@ -85,15 +82,16 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
         longest = 0
         for actions in schedule:
             began = now = arrival[actions[0]]
-            for op, stage, k in actions:
-                now = max(now, arrival[op, stage, k]) + duration[op]
-                arrival[op, stage + NEXT[op], k] = now + t_comm
+            for op, stage, j in actions:
+                now = max(now, arrival[op, stage, j]) + duration[op]
+                if op in NEXT:
+                    arrival[op, stage + NEXT[op], j] = now + t_comm
             longest = max(longest, now - began)
     return 1 - sum(duration[action.op] for action in schedule[0]) / longest
 
 
 def split_layers(layers, n_stages):
-    """Where each stage ends: near its equal share of the parameters (of memory, not of time)."""
+    """Where each stage ends: near its equal share of the parameters (of memory, not time); none is empty."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     ends = []
     for end in range(1, len(layers)):
@@ -104,49 +102,38 @@ def split_layers(layers, n_stages):
     return [*ends, len(layers)]
 
 
-class DeferredLinear(torch.autograd.Function):
-    """A linear layer whose backward is B (section 2), and puts the factors of W into `later`."""
-
-    @staticmethod
-    def forward(ctx, later, weight, bias, x):
-        ctx.later = later
-        ctx.weight = weight
-        ctx.save_for_backward(x)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        ctx.later[-1].append((ctx.weight, rows, x.detach().flatten(0, -2)))
-        return None, None, rows.sum(0) if ctx.needs_input_grad[2] else None, grad @ ctx.weight
+def deferred_linear(later, layer, x):
+    """A linear layer whose backward, B, leaves the two factors of W in the newest of the lists `later`."""
+    output = F.linear(x, layer.weight.detach(), layer.bias).requires_grad_()  # if x and bias do not
+    output.register_hook(lambda grad: later[-1].append((layer.weight, grad, x.detach())))
+    return output
 
 
 class Pipeline(nn.Module):
     """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
     layers: modules, each called with the output of the one before: between stages one tensor, of one shape.
-    ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's.
-    """
+    ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's."""
 
     def __init__(self, layers, ends, loss_function, schedule):
         super().__init__()
         self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.loss_function = loss_function
         self.actions = schedule[self.rank]
         self.last_stage = len(ends) - 1
+        self.stages = nn.ModuleList()
         self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        start = 0
-        for rank, end in enumerate(ends):
+        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
+            rank = stage % self.world_size
             module = nn.Sequential(*layers[start:end])
-            start = end
             if rank == self.rank:
-                self.stage = module
+                self.stages.append(module)
             for param in module.parameters():
                 self.ranks_of[param].add(rank)
-        self.later = deque()  # for each W to come, what it needs of each linear layer
+        self.later = deque()  # what microbatches keep from B to W: [(weight, output's gradient, input)]
         for layer in self.modules():
             if type(layer) is nn.Linear and layer.weight.requires_grad:
-                layer.forward = partial(DeferredLinear.apply, self.later, layer.weight, layer.bias)
+                layer.forward = partial(deferred_linear, self.later, layer)
         self.ties = {}  # {parameter: the group that adds up its gradients}
         for param, ranks in self.ranks_of.items():
             dist.broadcast(param.data, 0)
@@ -154,74 +141,82 @@ class Pipeline(nn.Module):
                 self.ties[param] = dist.new_group(ranks)  # all ranks must call it
             if self.rank not in ranks:
                 param.untyped_storage().resize_(0)
-        self.groups = {op: dist.new_group() for op in "FB"}  # NCCL runs a group's messages in turn
-        self.like = [None]  # a meta tensor like all messages
+        self.groups = {op: dist.new_group() for op in "FB"}  # NCCL runs a group's messages in order
+        self.like = [None]  # a meta tensor, of the shape of all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
-        self.ahead = 0  # step 1 posts none early: the first message of two ranks on NCCL waits for both
+        self.ahead = 0  # receives posted early; not in step 1: NCCL's first of a pair blocks until both call
 
     def step(self, inputs, targets):
         """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-        self.to_post = deque(a for a in self.actions if 0 <= a.stage - NEXT[a.op] <= self.last_stage)
-        alive = {}  # {(stage, microbatch): (input, where its backward begins)}
-        for op, stage, k in self.actions:
+        first_stage = {"F": 0, "B": self.last_stage, "W": self.rank}  # where nothing is received
+        self.to_post = deque(action for action in self.actions if action.stage != first_stage[action.op])
+        in_flight = {}  # {(stage, microbatch): (input, loss or edge; an edge frees its output)}
+        for op, stage, j in self.actions:
             if op == "F":
-                x = inputs[k] if stage == 0 else self._receive().requires_grad_()
-                output = self.stage(x)
+                x = inputs[j] if stage == 0 else self._receive().requires_grad_()
+                output = self.stages[stage // self.world_size](x)
                 if stage == self.last_stage:
-                    output = self.loss_function(output, targets[k]) / len(targets)  # as gradients add up
+                    output = self.loss_function(output, targets[j]) / len(targets)  # as gradients add up
                     self.loss += output.detach()
                 else:
                     self._send("F", stage + 1, output.detach())
-                    output = torch.autograd.graph.get_gradient_edge(output.requires_grad_())  # frees output
-                alive[stage, k] = x, output
+                    output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): for frozen layers
+                in_flight[stage, j] = x, output
             elif op == "B":
-                self.later.append([])
-                x, output = alive.pop((stage, k))
+                self.later.append([])  # which backward fills
+                x, output = in_flight.pop((stage, j))
                 gradient = None if stage == self.last_stage else self._receive()
                 torch.autograd.backward(output, gradient)
-            if op == self.actions[-1].op:  # W; in 1f1b B, which does both
-                for weight, rows, columns in self.later.popleft():
-                    if weight.grad is None:
-                        weight.grad = torch.zeros_like(weight)
-                    weight.grad.addmm_(rows.t(), columns)
-            if op == "B" and stage > 0:  # in 1f1b only after W: what zero bubble improves on
-                self._send("B", stage - 1, x.grad)
+                del output  # and the graph, which still holds inputs
+                if self.actions[-1].op == "B":  # 1f1b: the stage before waits for W, too
+                    self._weight_gradients()
+                if stage > 0:
+                    self._send("B", stage - 1, x.grad)
+            else:
+                self._weight_gradients()
         self._finish()
+        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
         return self.loss
+
+    def _weight_gradients(self):  # W of the oldest microbatch
+        for weight, grad, x in self.later.popleft():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad.addmm_(grad.flatten(0, -2).t(), x.flatten(0, -2))
 
     def _finish(self):
         while self.sent:
             self.sent.popleft().wait()
-        for param in self.parameters():
-            if param.requires_grad and param.grad is None:
-                param.grad = torch.zeros_like(param)
-        for param, group in self.ties.items():
-            if param.requires_grad and self.rank in self.ranks_of[param]:
-                dist.all_reduce(param.grad, group=group)
+        for param, ranks in self.ranks_of.items():
+            if self.rank in ranks and param.requires_grad:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                if param in self.ties:
+                    dist.all_reduce(param.grad, group=self.ties[param])
         dist.all_reduce(self.loss)
-        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
 
-    def _receive(self):
+    def _receive(self):  # no tags: both ends walk the same order, so the n-th send meets the n-th receive
         if self.like[0] is None:
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
             buffer = torch.empty_like(self.like[0], device=self.loss.device)
-            self.posted.append((dist.irecv(buffer, stage - NEXT[op], self.groups[op]), buffer))
+            sender = (stage - NEXT[op]) % self.world_size
+            self.posted.append((dist.irecv(buffer, sender, self.groups[op]), buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
 
     def _send(self, op, stage, tensor):
-        if self.like[0] is None:  # rank 0's first output tells all ranks the shape
+        if self.like[0] is None:  # rank 0's first output, for which the others wait above
             self.like[0] = tensor.to("meta")
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         if tensor.shape != self.like[0].shape:
-            raise ValueError(f"stage {stage} gets {tensor.shape}: must be {self.like[0].shape}, as before")
-        self.sent.append(dist.isend(tensor.contiguous(), stage, self.groups[op]))
-        if len(self.sent) > AHEAD:
+            raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")
+        self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op]))
+        if len(self.sent) > MAX_SENT:
             self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
 
     @torch.no_grad()
@@ -241,6 +236,11 @@ class Pipeline(nn.Module):
         for param, ranks in self.ranks_of.items():
             param.untyped_storage().resize_(param.nbytes)
             dist.broadcast(param.data, min(ranks))
+
+
+class AddPositions(nn.Sequential):  # of one embedding: (b, s, h) -> (b, s, h)
+    def forward(self, x):
+        return x + self[0].weight[: x.shape[1]]
 
 
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
@@ -263,16 +263,16 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 def train(config):
     """Train with these flags."""
-    schedule = build_schedule(config.schedule, int(os.environ.get("WORLD_SIZE", 1)), config.accum)
-    if len(schedule) > config.layers + 4:
-        refuse(f"--layers {config.layers}: too few for {len(schedule)} ranks")
+    n_stages = int(os.environ.get("WORLD_SIZE", 1))
+    if n_stages > config.layers + 4:
+        refuse(f"--layers {config.layers}: too few for {n_stages} ranks")
+    schedule = build_schedule(config.schedule, n_stages, config.accum)
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
-    model.positions.forward = lambda x: x + model.positions.weight[: x.shape[1]]  # (b, s, h) -> (b, s, h)
-    layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
-    pipe = Pipeline(layers, split_layers(layers, len(schedule)), mean_loss, schedule)
+    layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
+    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
         optimizer_class = partial(MasterWeights, optimizer_class)

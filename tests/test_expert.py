@@ -35,7 +35,7 @@ def check_layer(name, ep=4, top_k=2, capacity_factor=math.inf):
     """A mixture's output and all its gradients are those on one device."""
     lesson, rank, size = load(name), dist.get_rank(), dist.get_world_size()
     group, _ = dist.new_subgroups(ep)
-    same_experts, _ = dist.new_subgroups_by_enumeration([list(range(i, size, ep)) for i in range(ep)])
+    expert_dp_group, _ = dist.new_subgroups_by_enumeration([list(range(i, size, ep)) for i in range(ep)])
     torch.manual_seed(0)
     moe = lesson.MoE(6, 24, EXPERTS, top_k, group, capacity_factor).double()
     assert moe.bias.normal_(std=0.02).dtype == torch.float32, "the bias is not fp32"
@@ -47,11 +47,10 @@ def check_layer(name, ep=4, top_k=2, capacity_factor=math.inf):
     out, balance, chosen = mixture(weights, tokens.flatten(0, 1), top_k, capacity_factor)
     ((out.view_as(given) * given).sum() / size + balance).backward()
     grads = {key: weight.grad for key, weight in weights.items() if key != "bias"}
-
     x = tokens[rank].detach().requires_grad_()
     own = moe(x[None])[0]
     ((own * given[rank]).sum() + moe.balance_loss).backward()
-    norm = lesson.average_gradients(torch.nn.ModuleDict({"moe": moe}), group, same_experts, math.inf)
+    norm = lesson.average_gradients(torch.nn.ModuleDict({"moe": moe}), group, expert_dp_group, math.inf)
     assert apart(own.detach(), out.view_as(given)[rank].detach()) < 1e-12, "outputs differ"
     assert apart(x.grad / size, tokens.grad[rank]) < 1e-12, "gradients of tokens differ"
     for key, param in moe.named_parameters():
@@ -77,15 +76,15 @@ def check_single(name):
     single, lesson, noted = load("single"), load(name), []
 
     def forward(block, x):
-        x = single.Block.forward(block, x)
-        weights, tokens = block.moe.state_dict(keep_vars=True), block.norm2(x).flatten(0, 1)
-        return x + mixture(weights, tokens, block.moe.top_k)[0].view_as(x)
+        x, weights = single.Block.forward(block, x), block.moe.state_dict(keep_vars=True)
+        return x + mixture(weights, block.norm2(x).flatten(0, 1), block.moe.top_k)[0].view_as(x)
 
     def mixed(config, gpt=single.GPT):
         model = gpt(config)
-        lesson.mix_experts(model, config, None)
+        lesson.replace_mlps(model, config, None)
         for block in model.blocks[::2]:
             vars(block).update(up=torch.zeros_like, down=torch.zeros_like, forward=partial(forward, block))
+            block._forward_hooks.clear()
         return model
 
     single.GPT = mixed
@@ -95,8 +94,12 @@ def check_single(name):
     assert apart(noted[:6], noted[6:]) < 1e-10, "losses or norms differ"
 
 
-@pytest.mark.parametrize("flags", ["", "--capacity-factor 1.25 --experts 16 --top-k 1", "--balance bias"])
-@pytest.mark.parametrize("size, ep", [(4, 2), (4, 1), (8, 8), (8, 4)])
+CAPPED = "--capacity-factor 1.25 --experts 16 --top-k 1"
+
+
+@pytest.mark.parametrize(
+    "size, ep, flags", [(4, 2, ""), (4, 1, CAPPED), (4, 2, "--balance bias"), (8, 4, CAPPED)]
+)
 def test_training_is_that_of_one_rank(size, ep, flags):
     check_parity("expert_parallel", size, f"--accum 1 --batch 8 --steps 2 {flags}", f"--ep {ep}")
 
@@ -107,13 +110,13 @@ def check_rows_sent(name):
     flags = f"{TINY} --dtype fp64 --accum 2 --experts {EXPERTS} --capacity-factor 1.5 --batch 24"
     lesson, noted, rank = load(name), [], dist.get_rank()
 
-    def note(moe, rows, counts, dispatch=lesson.MoE.dispatch):
+    def note(moe, rows, counts, run_experts=lesson.MoE.run_experts):
         table = counts.unflatten(1, (dist.get_world_size(), -1)).sum(-1)  # (from, to)
         others = table[rank].sum() + table[:, rank].sum() - 2 * table[rank, rank]
         noted.append(2 * rows[0].nbytes * others.item())  # forward and backward
-        return dispatch(moe, rows, counts)
+        return run_experts(moe, rows, counts)
 
-    lesson.MoE.dispatch = note
+    lesson.MoE.run_experts = note
     watch, _ = load("tools/ledger").run(lesson, lesson.parse(flags.split()))
     assert 0 < watch.sent["all-to-all", "wire"] == pytest.approx(sum(noted[4:8]), rel=1e-12)  # step 2
 
@@ -159,12 +162,12 @@ MUTANTS = [
     ("mean() - load)", "mean() + load)", check_bias, "a bias moves otherwise"),
     ("loads += torch", "loads = torch", check_bias, "not the choices of all"),
     ("AllToAll.apply(rows, sent", "AllToAll.apply(rows.detach(), sent", check_layer, "gradients of tokens"),
-    ("same_experts if", "group if", on_pairs, "gradients of experts differ"),
-    ("squares[1], group=group", "squares[1]", on_pairs, "norms differ"),
+    ("replicas = expert_dp_group", "replicas = ep_group", on_pairs, "gradients of experts differ"),
+    ('squares["experts"], group=ep_group', 'squares["experts"]', on_pairs, "norms differ"),
     ("if self.top_k > 1:", "if self.top_k > 2:", check_layer, "outputs differ"),
     ("self.load = counts.sum(0)", "self.load = own_counts * len(counts)", check_layer, "gradients of"),
     ("part[:places]", "part[len(part) - places :]", with_drops, "differ"),
     ("taken = counts.cumsum(0) - counts", "taken = 0 * counts", with_drops, "differ"),
-    ("outputs[own] = output.split", "outputs[own] = output.flip(0).split", check_layer, "outputs differ"),
+    ("pieces[own] = output.split", "pieces[own] = output.flip(0).split", check_layer, "outputs differ"),
 ]
 test_a_mutant_is_rejected = mutants(MUTANTS, "expert_parallel")
