@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# ./run.sh                 run every lesson on real text and hold each against single.py, in one table
+# ./run.sh                 run every lesson on real text and hold each against single.py: a line each, more in runs/
 # ./run.sh ddp ...         only these
-# ./run.sh test [...]      the tests (what follows goes to pytest)
+# ./run.sh test [LESSON]   the tests, or those of a lesson (what else follows goes to pytest)
 # ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd
-# ./run.sh lint            ruff
+# ./run.sh lint            ruff, and each file beside its budget
 # ./run.sh site            the lessons as pages, in docs/site
 # ./run.sh gpu             for whoever has GPUs: half an hour, docs/results/gpu.md (--rehearse: on a CPU, toy sizes)
 #
@@ -12,8 +12,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# In reading order, after single.py.
-LESSONS=(collectives dp_threads dp_async ddp zero1 zero2 zero3 offload tensor_parallel sequence_parallel context_parallel
+# In reading order.
+LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 offload tensor_parallel sequence_parallel context_parallel
     expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion resume)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
@@ -34,6 +34,8 @@ case "${1:-}" in
 test)
     shift
     set_up requirements-dev.txt "torch numpy pytest hypothesis matplotlib jinja2 markdown pygments playwright"
+    lesson=${1:-} && lesson=${lesson%.py}
+    if [[ " ${LESSONS[*]} " == *" $lesson "* ]]; then set -- --lesson "$lesson" "${@:2}"; fi
     exec "$python" -m pytest "$@"
     ;;
 fuzz)
@@ -43,18 +45,19 @@ fuzz)
 lint)
     set_up requirements-dev.txt "ruff"
     "$python" -m ruff check .
-    exec "$python" -m ruff format --check .
+    "$python" -m ruff format --check .
+    exec "$python" tools/form.py
     ;;
 site)
     set_up requirements-dev.txt "torch numpy matplotlib pygments jinja2 markdown"
-    "$python" tools/book.py
+    "$python" site/book.py
     say "Open docs/site/index.html"
     exit
     ;;
 gpu)
     shift
     set_up requirements.txt "torch numpy"
-    exec "$python" tools/gpu.py "$@"
+    exec "$python" bench/gpu.py "$@"
     ;;
 esac
 
@@ -62,7 +65,7 @@ set_up requirements.txt "torch numpy"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 ranks=${NPROC:-$((gpus > 0 ? gpus : 4))}
 [ $# -gt 0 ] || set -- "${LESSONS[@]}"
-for lesson in "$@"; do
+for lesson; do
     [[ " ${LESSONS[*]} " == *" ${lesson%.py} "* ]] && continue
     echo "run.sh: no lesson '$lesson'; choose from: ${LESSONS[*]}" >&2
     exit 2
@@ -70,34 +73,40 @@ done
 
 flags=(--batch $((4 * ranks)) --steps 10 ${FLAGS:-}) # the same text, batches and steps for all
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+torchrun="$python -m torch.distributed.run --nproc_per_node"
 rm -rf runs
 mkdir -p runs
 
-run() { # NAME COMMAND ...
-    local name=$1
-    shift
-    say "$name: $* ${flags[*]}"
-    ${LIMIT:+timeout --foreground --kill-after=40 "$LIMIT"} "$@" "${flags[@]}" --json "runs/$name.json" --save "runs/$name.pt" || echo "$name: exit code $?"
+run() { # NAME COMMAND ...; what it prints goes to runs/NAME.log
+    local name=$1 command="${*:2} ${flags[*]}"
+    echo "$command" >"runs/$name.log"
+    ${LIMIT:+timeout --foreground --kill-after=40 "$LIMIT"} $command --json "runs/$name.json" --save "runs/$name.pt" >>"runs/$name.log" 2>&1 ||
+        echo "exit code $?" >>"runs/$name.log"
 }
 
-run single "$python" tools/ledger.py single.py
-for lesson in "${@%.py}"; do
-    case $lesson in
-    dp_threads) run "$lesson" "$python" tools/ledger.py dp_threads.py --replicas "$ranks" ;;
-    expert_parallel) # whose model is another one
-        run "$lesson-alone" "$python" tools/ledger.py "$lesson.py"
-        run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py"
-        ;;
-    dp_async) run "$lesson" "$python" tools/ledger.py dp_async.py --workers "$ranks" ;;
-    resume) # which stops after 5 steps and goes on with half the ranks
-        saves=(--checkpoint runs/checkpoints --every 5)
-        say "resume, 5 steps: resume.py ${flags[*]} ${saves[*]} --steps 5"
-        "$python" -m torch.distributed.run --nproc_per_node="$ranks" resume.py "${flags[@]}" "${saves[@]}" --steps 5
-        run "$lesson" "$python" -m torch.distributed.run --nproc_per_node=$((ranks % 2 ? 1 : ranks / 2)) \
-            tools/ledger.py resume.py "${saves[@]}"
-        ;;
-    *) run "$lesson" "$python" -m torch.distributed.run --nproc_per_node="$ranks" tools/ledger.py "$lesson.py" ;;
-    esac
-done
-say "Every lesson against single.py"
-exec "$python" tools/compare.py runs "${@%.py}"
+run_all() { # and say the name of each as it ends
+    run single "$python" tools/ledger.py single.py
+    echo single
+    [ -f runs/single.pt ] || return
+    for lesson; do
+        watched="tools/ledger.py $lesson.py"
+        case $lesson in
+        single) continue ;;
+        dp_threads) run "$lesson" "$python" "$watched" --replicas "$ranks" ;;
+        dp_async) run "$lesson" "$python" "$watched" --workers "$ranks" ;;
+        expert_parallel) # whose model is another one
+            run "$lesson-alone" "$python" "$watched"
+            run "$lesson" "$torchrun=$ranks" "$watched"
+            ;;
+        resume) # which stops after 5 steps and goes on with half the ranks
+            saves="--checkpoint runs/checkpoints --every 5"
+            $torchrun=$ranks resume.py "${flags[@]}" $saves --steps 5 >runs/resume-begun.log 2>&1 || true
+            run "$lesson" "$torchrun=$((ranks % 2 ? 1 : ranks / 2))" "$watched" "$saves"
+            ;;
+        *) run "$lesson" "$torchrun=$ranks" "$watched" ;;
+        esac
+        echo "$lesson"
+    done
+}
+
+run_all "${@%.py}" | "$python" tools/compare.py runs -

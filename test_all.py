@@ -157,10 +157,10 @@ RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "i
 
 @on_ranks(2)
 def check_peers(name, own):
-    """Weights are those of PyTorch's own modules, which tools/bench.py has beside the lesson."""
+    """Weights are those of PyTorch's own modules, which bench/bench.py has beside the lesson."""
     flags = f"{TINY} --dtype fp64 --accum 3 --clip 0.5 --lr 0.01".split()
     beside = ["zero2"] if name == "zero1" else []
-    race = load("tools/bench").Race(name, SimpleNamespace(also=[], beside=beside), [*flags, *own])
+    race = load("bench/bench").Race(name, SimpleNamespace(also=[], beside=beside), [*flags, *own])
     titles = [*race.ours, *(title for title, build in race.peers.items() if build)]
     assert len(titles) > 2, "no peer but the lesson on a part of the batch"
     with TemporaryDirectory() as folder:

@@ -184,6 +184,7 @@ class Rank:
             (dist, "batch_isend_irecv"): self.batch,
             (dist, "P2POp"): Message,
             (dist, "all_gather_object"): self.all_gather_object,
+            (dist, "gather_object"): lambda own, into, group: self.all_gather_object(into or [], own, group),
             (dist, "broadcast_object_list"): self.broadcast_object_list,
             (dist, "barrier"): lambda group=None, **_: self.objects("barrier", group, None),
             (distributed_c10d, "_new_group_with_tag"): make_group,

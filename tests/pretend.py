@@ -239,7 +239,7 @@ class Gpu(TorchDispatchMode, Rank):
         """As it is, but for what tensors without data cannot do."""
         lesson = super().load_lesson()
         if hasattr(lesson, "MoE"):
-            lesson.MoE.count = partialmethod(even_counts, lesson.MoE.count)
+            lesson.MoE.all_gather_counts = partialmethod(even_counts, lesson.MoE.all_gather_counts)
         if hasattr(lesson, "Lane"):  # weights that move between host and GPU
             lesson.GPT = partial(born_on_gpu, lesson.GPT)
         return lesson
@@ -250,9 +250,9 @@ def attention(q, k, v, is_causal=False, **_):
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
 
-def even_counts(moe, count, chosen):
-    """MoE.count(), as if all experts were equally busy."""
-    counts = count(moe, chosen)
+def even_counts(moe, all_gather_counts, chosen):
+    """MoE.all_gather_counts(), as if all experts were equally busy."""
+    counts = all_gather_counts(moe, chosen)
     counts[:] = chosen.numel() // counts.shape[1]
     return counts
 

@@ -142,7 +142,7 @@ def check_noise_scale(name):
 
 
 def test_the_model_of_a_link_is_fitted_and_crosses_where_the_paper_says():
-    links, rows, alpha, beta = load("tools/links"), [], 2e-4, 1e-9
+    links, rows, alpha, beta = load("bench/links"), [], 2e-4, 1e-9
     paths = ("recursive_doubling", 2, 2), ("halving_doubling", 4, 1.5), ("ring_all_reduce", 6, 1.5)  # 4 ranks
     for size, (name, rounds, path) in itertools.product((4, 2**19, 2**21), paths):
         seconds = rounds * alpha + path * size * beta

@@ -31,13 +31,13 @@ BAD = {  # {command: {arguments: what the line names}}
         "--json /no/x.json zero3.py": "--json /no/x.json", "--json tests zero3.py": "--json tests",
         "--trace LICENSE zero3.py": "--trace LICENSE", "--ranks 2 --trace x zero3.py": "--trace x",
     },
-    "tools/bench.py": {
+    "bench/bench.py": {
         "nope": "nope", "--rounds 0": "--rounds", "ddp --hosts 100": "--hosts", "ddp --rate 0bit": "--rate",
         "ddp --json /no/x.json": "--json /no/x.json", "ddp --batch x": "--batch", "ddp --also '": "--also",
         "ddp --also=--prefetch=1": "--prefetch",
     },
-    "tools/compare.py": {"/no/such ddp": "/no/such/single.json", "README.md": "README.md"},
-    "tools/gpu.py": {
+    "tools/compare.py": {"/no/such ddp": "/no/such", "README.md": "README.md"},
+    "bench/gpu.py": {
         "--rehearse --tflops x": "--tflops", "--rehearse --tflops nan": "--tflops nan",
         "--rehearse --tflops -1": "--tflops -1", "--rehearse ddp nope": "nope",
     },

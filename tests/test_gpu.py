@@ -1,4 +1,4 @@
-"""./run.sh gpu, rehearsed; tools/ledger.py and tools/bench.py on a pretended GPU."""
+"""./run.sh gpu, rehearsed; tools/ledger.py and bench/bench.py on a pretended GPU."""
 
 import json
 import os
@@ -15,13 +15,12 @@ from tests.harness import ROOT, TINY, load
 from tests.streams import Streams
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero3"])
-def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name):
+def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name="zero3"):
     gpu, flags, tensor = Streams(ROOT / f"{name}.py", 1, 2), [*TINY.split(), "--steps=2"], torch.tensor
     peers = SimpleNamespace(ALONE="", peers_of=lambda _: {})
     seen = patch("torch.tensor", lambda x, device="cpu", **more: tensor(x, **more).to(device))  # as operators
     with gpu.world(), seen, patch("contextlib.redirect_stdout"), patch.dict(sys.modules, peers=peers):
-        ledger, bench = gpu.load(ROOT / "tools/ledger.py"), gpu.load(ROOT / "tools/bench.py")
+        ledger, bench = gpu.load(ROOT / "tools/ledger.py"), gpu.load(ROOT / "bench/bench.py")
         lesson, bench.load = gpu.load_lesson(), lambda name: gpu.load_lesson()
         config = lesson.parse(flags)
         assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"
@@ -46,7 +45,7 @@ def test_a_rehearsal_writes_every_part_and_says_what_it_is_in_every_line(tmp_pat
 
 
 def test_what_fails_is_a_row_and_time_is_counted_once():
-    tool, failure = load("tools/gpu"), "import torch; raise torch.OutOfMemoryError('no room')"
+    tool, failure = load("bench/gpu"), "import torch; raise torch.OutOfMemoryError('no room')"
     assert tool.run([sys.executable, "-c", failure], 60)[1] == "torch.OutOfMemoryError: no room"
     assert tool.run(["sleep", "60"], 0.1)[1] == "stopped: it took too long"
     assert "Signal 9" in tool.error_in(

@@ -222,7 +222,7 @@ def check_experts(name):
     flags = "--size gpt2 --experts 8 --gpus 4 --micro-batch 2 --accum 3 --precision fp32"
     job = plan.parse(flags.split())
     total, _ = plan.mixture(job.params, 6, 8 * 768**2 + 5 * 768, 768, 8, 2)
-    assert letters["D"] + 4 * letters["F"] == total, "other parameters than the lesson's"
+    assert letters["D"] + letters["M"] * 8 * letters["U"] == total, "other parameters than the lesson's"
     assert plan.dispatch_wire(job.shape, 2, 4, 2, 4, 3) == values["all-to-all"], "other bytes"
     line, _, _ = said(lambda: plan.plan(job))
     assert "0.323 G parameters, 0.153 G for a token, 0.679 GB more sent/step" in line, "another line"

@@ -1,4 +1,4 @@
-"""The lessons as pages: what tools/book.py writes, as text and in a browser."""
+"""The lessons as pages: what site/book.py writes, as text and in a browser."""
 
 import json
 import re
@@ -22,10 +22,11 @@ SAID += [
 def site(tmp_path_factory):
     """The site of a copy of the repository that has another zero2.py."""
     copy = tmp_path_factory.mktemp("site") / "copy"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "site", "runs", "tests"))
+    unwanted = shutil.ignore_patterns(".*", "runs", "tests", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=unwanted)
     source = (copy / "zero2.py").read_text()
     (copy / "zero2.py").write_text(source.replace("shard of the sum", "shard of the <edited> & sum"))
-    subprocess.run([sys.executable, "tools/book.py"], cwd=copy, check=True)
+    subprocess.run([sys.executable, "site/book.py"], cwd=copy, check=True)
     return copy / "docs/site"
 
 
@@ -43,7 +44,7 @@ def docstring_and_code(site, name):
 
 def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
     run, speed = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
-    lessons = list(load("tools/book").LESSONS)
+    lessons = list(load("site/book").LESSONS)
     assert len(lessons) == 20
     for name in lessons:
         docstring, code = docstring_and_code(site, name)
@@ -72,7 +73,7 @@ def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
 
 
 def test_a_difference_is_that_of_the_two_files(site):
-    for old, (new, _) in load("tools/book").CHANGES.items():
+    for old, (new, _) in load("site/book").CHANGES.items():
         page = (site / f"{old}-{new}.html").read_text()
         pieces = re.findall(r'<pre(?: class="(\w+)")?[^>]*>\n(.*?)</pre>', page, re.S)
         equal = []
@@ -99,11 +100,11 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
 def test_the_explorers_show_what_the_lessons_and_plan_py_compute(site):
     data = (site / "explore-data.js").read_text()
     schedules, memory = (json.loads(line.split(" = ")[1]) for line in data.splitlines())
-    for file, names in load("tools/book").SCHEDULES.items():
+    for file, names in load("site/book").SCHEDULES.items():
         for key in (key for key in schedules if key.split()[0] in names):
             name, stages, microbatches, chunks = key.split()
             if int(microbatches) % int(stages) and name == "interleaved":
-                assert schedules[key] == "n_microbatches must be a multiple of n_stages"
+                assert schedules[key] == "n_microbatches must be a multiple of n_ranks"
                 continue
             schedule = load(file).build_schedule(name, int(stages), int(microbatches), int(chunks))
             for words, actions in zip(schedules[key]["ranks"], schedule):
@@ -118,7 +119,7 @@ def test_the_explorers_show_what_the_lessons_and_plan_py_compute(site):
 
 
 def test_who_holds_what_is_what_was_measured():
-    book = load("tools/book")
+    book = load("site/book")
     drawn = {"w": (0.97, 9), "c": (0.2, 0.4), "r": (0.2, 0.4), "m": (0.2, 0.35), "u": (0.35, 0.9)}
     drawn |= {"y": (0.3, 0.5), "e": (1.2, 1.4), "h": (0, 0)}  # e: of experts, in a larger model
     for name, (letters, _) in book.PICTURES.items():

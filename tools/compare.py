@@ -1,13 +1,17 @@
 """One table of finished runs, each held against single.py's: python tools/compare.py runs ddp zero1 ...
 
+With - in place of names it reads these from its input, where ./run.sh says the name of each run as it ends.
 A lesson with a model of its own is held against its run on one rank, runs/NAME-alone.json.
 
 A lesson passes if each loss and each weight is single.py's within TOLERANCE: rounding may differ, no more.
-Reads runs/NAME.json, as tools/ledger.py writes it, and runs/NAME.pt, as --save does. MB are 10^6 bytes,
+Reads runs/NAME.json, as tools/ledger.py writes it, and runs/NAME.pt, as --save does; of a run that has not
+finished runs/NAME.log, its command and what it printed. MB are 10^6 bytes,
 measured / by the formula in the lesson's docstring.
 """
 
+import itertools
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -27,6 +31,9 @@ TITLES = (
     "activations",
     "sent in a step",
 )
+ERROR = re.compile(
+    r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception|SystemExit)\b.*|\w+\.py: .+|.*Signal \d+ .*)", re.M
+)
 
 
 def megabytes(rows, key):
@@ -45,17 +52,34 @@ def line(name, result, difference, verdict):
     return COLUMNS.format(name, result["world_size"], loss, difference, *held, sent, ms, verdict)
 
 
+def error_in(output):
+    """The line that says why a command ended; of several ranks' the first."""
+    errors = [line for line in ERROR.findall(output) if "ChildFailedError" not in line]
+    return (errors or output.split("\n")[-2:-1] or ["ended without a word"])[0][:200]
+
+
+def unfinished(log):
+    """Why a run left no result: the end of its log, and its command."""
+    command, *lines = log.read_text().splitlines() if log.exists() else ["it did not begin"]
+    ours = itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines)
+    reason = error_in("\n".join([*lines, ""]))
+    return "\n    ".join([f"{log.stem:<18}did not finish: {reason}", *list(ours)[-6:], f"alone: {command}"])
+
+
 def read(folder, name):
-    """(what tools/ledger.py wrote, weights) of a run."""
-    weights = torch.load(folder / f"{name}.pt", map_location="cpu")
-    return json.loads((folder / f"{name}.json").read_text()), weights
+    """(what tools/ledger.py wrote, weights) of a run, or None."""
+    result, weights = folder / f"{name}.json", folder / f"{name}.pt"
+    if result.exists() and weights.exists():
+        return json.loads(result.read_text()), torch.load(weights, map_location="cpu")
+    return None
 
 
 def compare(folder, name, plain, weights):
-    """(line of the table, whether the lesson agrees with single.py)."""
-    if not (folder / f"{name}.json").exists() or not (folder / f"{name}.pt").exists():
-        return f"{name:<18}did not finish", False
-    result, own = read(folder, name)
+    """(its row of the table, whether the lesson agrees with single.py)."""
+    run = read(folder, name)
+    if not run:
+        return unfinished(folder / f"{name}.log"), False
+    result, own = run
     tolerance = TOLERANCE[result["dtype"]]
     if own.keys() != weights.keys():
         return line(name, result, "other names", "FAILED"), False
@@ -67,30 +91,33 @@ def compare(folder, name, plain, weights):
     return line(name, result, f"{difference:.1e}", verdict), verdict == "same"
 
 
-def refuse(problem):
-    print(f"compare.py: {problem}", file=sys.stderr)
-    sys.exit(2)
-
-
 def main(folder, names):
-    if not (folder / "single.json").exists() or not (folder / "single.pt").exists():
-        refuse(f"{folder}/single.json and single.pt: missing; name the folder into which single.py finished")
-    plain, weights = read(folder, "single")
+    single = read(folder, "single")
+    if not single:
+        print(f"compare.py: {folder}: no single.json and single.pt to compare with", file=sys.stderr)
+        if (folder / "single.log").exists():
+            print(unfinished(folder / "single.log"))
+        return 2
     print(COLUMNS.format(*TITLES, "ms/step", "verdict"))
-    print(line("single", plain, "-", "the plain loop"))
-    passed = 0
+    print(line("single", single[0], "-", "the plain loop"), flush=True)
+    verdicts = []
     for name in names:
-        oracle = plain, weights
-        if (folder / f"{name}-alone.pt").exists():
-            oracle = read(folder, f"{name}-alone")
-            print(line(name, oracle[0], "-", "on one rank"))
-        row, good = compare(folder, name, *oracle)
-        print(row)
-        passed += good
-    print(f"\n{passed} passed, {len(names) - passed} failed. MB held and sent by a rank: measured / formula")
-    return passed != len(names)
+        alone = read(folder, f"{name}-alone")
+        if alone:
+            print(line(name, alone[0], "-", "on one rank"))
+        row, good = compare(folder, name, *(alone or single))
+        print(row, flush=True)
+        verdicts.append(good)
+    failed = verdicts.count(False)
+    print(
+        f"\n{len(verdicts) - failed} passed, {failed} failed. MB held and sent by a rank: measured / formula"
+    )
+    return failed > 0
 
 
 if __name__ == "__main__":
     folder, *names = sys.argv[1:] or ["runs"]
+    if names == ["-"]:
+        next(sys.stdin, "")  # single.py has ended
+        names = map(str.strip, sys.stdin)
     sys.exit(main(Path(folder), names))

@@ -21,8 +21,8 @@ P parameters, R on the rank with most, T in the largest tensor, U in a block, E 
 heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches of b sequences each; w bytes of a
 weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state;
 G so stepped at a time; f units gathered ahead; g 1 over gloo. With M mixtures of X experts on
-e ranks, of which a token takes t: D parameters outside experts, F in a rank's experts; an all-to-all depends
-on tokens, the formula is its mean.
+e ranks, of which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens,
+the formula is its mean.
 """
 
 import argparse
@@ -88,9 +88,8 @@ def letters_of(lesson, config, ranks, backend):
         letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
     if hasattr(config, "experts"):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
-        mlp = 8 * config.width**2 + 5 * config.width
-        letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - mlp)
-        letters["F"] = letters["M"] * config.experts // config.ep * mlp
+        letters["U"] = 8 * config.width**2 + 5 * config.width
+        letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
     return letters
 
 

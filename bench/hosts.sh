@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Several "hosts" on one machine: network namespaces on a bridge, each link held to a rate. Linux and root only.
 #
-#   tools/hosts.sh HOSTS RATE [--ranks-per-host K] -- ddp.py --size small ...
-#   tools/hosts.sh 2 1gbit -- ddp.py --size small
+#   bench/hosts.sh HOSTS RATE [--ranks-per-host K] -- ddp.py --size small ...
+#   bench/hosts.sh 2 1gbit -- ddp.py --size small
 #
 # Runs torchrun with --nnodes=HOSTS, one agent in each namespace; exits with a host's status if one fails, and
 # takes everything down however it ends.
 set -euo pipefail
 
-usage="usage: tools/hosts.sh HOSTS RATE [--ranks-per-host K] -- SCRIPT [ARGUMENT ...]"
+usage="usage: bench/hosts.sh HOSTS RATE [--ranks-per-host K] -- SCRIPT [ARGUMENT ...]"
 [ $# -ge 4 ] || { echo "$usage" >&2; exit 2; }
 hosts=$1 rate=$2 per_host=1
 shift 2
@@ -17,7 +17,7 @@ if [ "$1" = --ranks-per-host ]; then per_host=$2; shift 2; fi
 shift
 [[ $hosts =~ ^[1-9][0-9]?$ && $per_host =~ ^[1-9][0-9]*$ ]] || { echo "$usage (HOSTS: 1 to 99)" >&2; exit 2; }
 if [ "$(uname)" != Linux ] || [ "$(id -u)" != 0 ] || ! { command -v ip && command -v tc; } >/dev/null; then
-    echo "tools/hosts.sh: needs Linux, root and iproute2 (ip, tc)" >&2
+    echo "bench/hosts.sh: needs Linux, root and iproute2 (ip, tc)" >&2
     exit 2
 fi
 

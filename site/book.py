@@ -1,11 +1,11 @@
 """The lessons as pages that open from disk and from any static host.
 
     ./run.sh site
-    python tools/book.py FOLDER    (default: docs/site)
+    python site/book.py FOLDER    (default: docs/site)
 
 Text, code and numbers are the repository's own: of the lessons, README and docs/results, and what
 build_schedule(), bubble_rate() and plan.py compute. Templates, style and the explorers' script are in
-tools/pages. All but the explorers works without JavaScript.
+site/pages. All but the explorers works without JavaScript.
 """
 
 import ast
@@ -30,7 +30,7 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 RUN, SPEED = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
-PAGES = ROOT / "tools/pages"
+PAGES = ROOT / "site/pages"
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("zb-h1", "zb-h2")}
 STAGES, MICROBATCHES, CHUNKS = (2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24), (1, 2, 3, 4)
 MODELS = ("125m", "350m", "1.3b", "2.7b", "7.5b", "13b", "30b", "70b", "175b", "405b", "1000b")

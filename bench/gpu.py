@@ -7,7 +7,7 @@
 Every lesson against single.py, as ./run.sh does it, on as many ranks as GPUs (or NPROC). Gaps in a traced
 step of zero3.py: from its first kernel or copy to its last, the share of time in which the stream that
 computes ran none, and in which no stream did. Then gpt2 and gpt2-xl in bf16 through MODELS, taking turns with
-peers as in tools/bench.py. What fails, or no longer fits into the time, is a row that says so.
+peers as in bench/bench.py. What fails, or no longer fits into the time, is a row that says so.
 MFU: 6P + 12Lhs FLOPs per token (P parameters, L layers, width h, context s; PaLM, arXiv 2204.02311, appendix
 B; recomputation does not count) over the GPUs' dense bf16 peak. ratio: the lesson's time over the row's, then
 its least and most. peak: what torch had allocated on a rank in three steps, with activations; formula:
@@ -31,22 +31,23 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-import ledger
 import torch
 import torch.distributed as dist
+
 from bench import ALL, ROOT, Race
 
+sys.path.append(str(ROOT / "tools"))
+import ledger
+from compare import error_in
+
 MODELS = {"single": [], "ddp": ["torch DDP, defaults"], "zero1": [], "zero2": [], "zero3": ["FSDP2"]}
-MODELS |= {"fusion": [], "checkpointing": []}  # and their peers in tools/peers.py
+MODELS |= {"fusion": [], "checkpointing": []}  # and their peers in bench/peers.py
 SIZES, TOYS = {"gpt2": 8, "gpt2-xl": 4}, {"toy": 4}  # sequences of a rank
 # TFLOPS of dense bf16 products, from the vendor's data sheets; the first that fits
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989, "GH200": 989}
 PEAKS |= {"B200": 2250, "A100": 312, "A40": 150, "L40S": 362, "L40": 181, "L4": 121}
 STARTED, SECONDS = time.monotonic(), 29 * 60  # the thirtieth minute is for what has to be stopped
 COLUMNS = ["ranks", "ms", "tokens/s", "MFU %", "ratio", "least", "most", "peak GB", "formula GB", "apart"]
-ERROR = re.compile(
-    r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception|SystemExit)\b.*|\w+\.py: .+|.*Signal \d+ .*)", re.M
-)
 
 
 def measure(job):
@@ -68,12 +69,6 @@ def measure(job):
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result))
     dist.barrier()
-
-
-def error_in(output):
-    """The line that says why a command ended; of several ranks' the first."""
-    errors = [line for line in ERROR.findall(output) if "ChildFailedError" not in line]
-    return (errors or output.split("\n")[-2:-1] or ["ended without a word"])[0][:200]
 
 
 def run(command, limit=360, ranks=1, **environment):
@@ -108,16 +103,9 @@ def stop(process):
 
 
 def against_single(config):
-    """The lines of ./run.sh's table; a lesson that did not finish has the reason in its line."""
+    """The lines of ./run.sh's table."""
     output, problem = run(["./run.sh", *config.lessons], 720, NPROC=str(config.ranks), LIMIT="90")
-    said = dict(re.findall(r"\033\[1m([\w-]+)[:,][^\n]*(.*?)(?=\033\[1m|\Z)", output, re.S))
-    names = [name for name in said if name.isidentifier() and name != "single"]
-    table, _ = run(["tools/compare.py", "runs", *names], 60)  # also if run.sh was stopped
-    lines = [line for line in table.splitlines() if line] if "verdict" in table else [f"./run.sh: {problem}"]
-    for i, line in enumerate(lines):
-        if line.endswith("did not finish"):
-            lines[i] += f": {error_in(said[line.split()[0]])}"
-    return lines
+    return [*filter(None, output.splitlines()), *([f"./run.sh: {problem}"] if problem else [])]
 
 
 def flags_of(config, size, ranks):

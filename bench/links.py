@@ -1,7 +1,7 @@
 """What each collective of collectives.py takes and sends, beside the library's, and what a link's model says.
 
-    torchrun --nproc_per_node=4 tools/links.py
-    PYTHON=python3 tools/hosts.sh 4 1gbit -- tools/links.py --megabytes 20 --json links.json
+    torchrun --nproc_per_node=4 bench/links.py
+    PYTHON=python3 bench/hosts.sh 4 1gbit -- bench/links.py --megabytes 20 --json links.json
 
 S bytes, from 4 to --megabytes; those of a reduce-scatter, all-gather or all-to-all are a multiple of N
 numbers. All take turns; ms is the median over turns, of the slowest rank. bus: what a rank has to send at

@@ -1,7 +1,7 @@
 """What each part of fusion.py reads, writes, holds, computes and takes, beside three other ways to do it.
 
-    python tools/kernels.py
-    python tools/kernels.py --tokens 8192 --device cuda
+    python bench/kernels.py
+    python bench/kernels.py --tokens 8192 --device cuda
 
 Attention (1 sequence, 8 heads of 64) and the loss (GPT-2's vocabulary, width 256) forward and backward, a
 softmax of --tokens rows and columns, a step of AdamW over 100 tensors of 250 x 200. First all must agree with

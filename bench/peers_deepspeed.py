@@ -1,13 +1,13 @@
-"""DeepSpeed's peers of the lessons, as in peers.py, which asks for them; None where it is not installed."""
+"""DeepSpeed's peers of the lessons, which bench/peers.py lists, where it is installed."""
 
-import importlib.util
 import logging
 import warnings
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
 
 import torch.distributed as dist
-from peers import ALONE, AllReduced, OtherAttention, Peer, new_model
+from peer import AllReduced, Peer, new_model
+from peers_torch import OtherAttention
 from torch import nn
 
 
@@ -96,9 +96,9 @@ class Mixtures(AllReduced):
         self.lesson, self.config = lesson, config
         size = dist.get_world_size()
         with_all, with_same = dist.group.WORLD, dist.new_subgroups(1)[0]
-        self.group, self.same_experts = (with_same, with_all) if alone else (with_all, with_same)
+        self.ep_group, self.expert_dp_group = (with_same, with_all) if alone else (with_all, with_same)
         self.model = new_model(lesson, config, device)
-        mixtures = lesson.mix_experts(self.model, config, self.group)
+        mixtures = lesson.replace_mlps(self.model, config, self.ep_group)
         self.model.to(device)
         for moe in [] if alone else mixtures:
             deepspeed = quiet_deepspeed()
@@ -126,7 +126,7 @@ class Mixtures(AllReduced):
             loss = self.lesson.mean_loss(self.model(inputs), targets) / len(batches)
             loss.backward()
         max_norm = self.config.clip or float("inf")
-        self.lesson.average_gradients(self.model, self.group, self.same_experts, max_norm)
+        self.lesson.average_gradients(self.model, self.ep_group, self.expert_dp_group, max_norm)
         self.optimizer.step()
         self.model.zero_grad()
 
@@ -134,26 +134,3 @@ class Mixtures(AllReduced):
         states = [None] * dist.get_world_size()
         dist.all_gather_object(states, self.model.state_dict())
         return {name: x for state in states for name, x in state.items()}
-
-
-def peers_of(name):
-    """{title: build}; build is None where DeepSpeed is missing."""
-    peers = {}
-    if name in ("zero1", "zero2", "zero3"):
-        stage = int(name[-1])
-        peers[f"DeepSpeed {stage}"] = partial(DeepSpeed, stage, True, False)
-        peers[f"DeepSpeed {stage}, no overlap"] = partial(DeepSpeed, stage, False, False)
-        peers[f"DeepSpeed {stage}, buckets of P/5"] = partial(DeepSpeed, stage, True, True)
-    if name == "offload":
-        both = ["optimizer", "param"]
-        peers["DeepSpeed 2, optimizer offloaded"] = partial(DeepSpeed, 2, True, True, offload=both[:1])
-        peers["DeepSpeed 3, all offloaded"] = partial(DeepSpeed, 3, True, True, offload=both)
-    if name == "context_parallel":
-        peers["DeepSpeed Ulysses"] = Ulysses
-    if name == "expert_parallel":
-        peers["DeepSpeed MoE"] = partial(Mixtures, False)
-    if not importlib.util.find_spec("deepspeed"):
-        peers = dict.fromkeys(peers)
-    if name == "expert_parallel":
-        peers[ALONE] = partial(Mixtures, True)
-    return peers

@@ -1,11 +1,12 @@
-"""torch.distributed.pipelining as a peer, alone and on a mesh, as in peers.py, which asks for them."""
+"""torch.distributed.pipelining as a peer, alone and on a mesh, which bench/peers.py lists."""
 
 import math
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from peers import DTensors, Peer, new_model
+from peer import Peer, new_model
+from peers_torch import DTensors
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
@@ -22,8 +23,7 @@ class Pipelined(Peer):
         model = new_model(lesson, config, device)
         head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
         head.weight = model.tokens.weight
-        model.positions.forward = lambda x: x + model.positions.weight[: x.shape[1]]
-        layers = [model.tokens, model.positions, *model.blocks, model.norm, head]
+        layers = [model.tokens, lesson.AddPositions(model.positions), *model.blocks, model.norm, head]
         schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
         n_stages = 1 + max(action.stage for action in schedule[-1])
         ends = lesson.split_layers(layers, n_stages)
@@ -116,12 +116,3 @@ class Mesh3D(Peer):
         states = [None] * dist.get_world_size()
         dist.all_gather_object(states, tensors)
         return {name: tensor for state in states for name, tensor in state.items()}
-
-
-def peers_of(name):
-    """{title: build}"""
-    peers = {
-        "pipeline": ("torch pipelining", Pipelined),
-        "parallel_3d": ("torch, all three composed", Mesh3D),
-    }
-    return dict([peers[name]] if name in peers else [])

@@ -1,8 +1,8 @@
 """What resume.py promises, measured: no kill costs a checkpoint; what a save costs; its peer.
 
-    python tools/checkpoints.py kills --times 200    (a rank or the whole job, at random or during a save)
-    python tools/checkpoints.py pause                (the step that saves, the one after it, and others)
-    python tools/checkpoints.py peer --rounds 5      (torch.distributed.checkpoint of FSDP2; saved on 2 ranks,
+    python bench/checkpoints.py kills --times 200    (a rank or the whole job, at random or during a save)
+    python bench/checkpoints.py pause                (the step that saves, the one after it, and others)
+    python bench/checkpoints.py peer --rounds 5      (torch.distributed.checkpoint of FSDP2; saved on 2 ranks,
                                                       loaded on 3)
 
 More flags are resume.py's (--size, --batch, --dtype ...).
@@ -31,12 +31,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import peers
+import peers_torch
+from peer import new_model
 
 import resume
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn", "resume", "peers"])
+FORK.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn", "resume", "peers_torch"])
 TOY = "--layers 3 --width 32 --context 16 --batch 12 --dtype fp64 --lr 0.01 --steps 40 --every 3"
 
 
@@ -193,9 +194,9 @@ def pause(flags, options):
 def states(config):
     """Ours and FSDP2's model and optimizer, after a step on the same batch."""
     device, text = resume.set_up(config)
-    model = peers.new_model(resume, config, device)
+    model = new_model(resume, config, device)
     own = resume.ShardedOptimizer(list(model.parameters()), torch.optim.AdamW, lr=config.lr, fused=True)
-    peer = peers.fsdp2(True, False, resume, config, device)
+    peer = peers_torch.fsdp2(True, False, resume, config, device)
     rank, size = dist.get_rank(), dist.get_world_size()
     ((inputs, targets),) = resume.microbatches(config, text, 1, device, rank, size)
     (resume.mean_loss(model(inputs), targets) / size).backward()

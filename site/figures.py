@@ -1,11 +1,11 @@
-"""Figures from the JSON that tools/ledger.py and tools/bench.py write, as SVG, readable on light and on dark.
+"""Figures from the JSON that tools/ledger.py and bench/bench.py write, as SVG, readable on light and on dark.
 
-    python tools/figures.py memory runs/*.json docs/memory.svg
-    python tools/figures.py activations runs/*.json docs/activations.svg
-    python tools/figures.py ratios one-host.json two-hosts.json docs/ratios.svg
-    python tools/figures.py timeline traces/rank0.*.json docs/overlap-zero3.svg
-    python tools/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
-    python tools/figures.py noise output.txt docs/noise.svg
+    python site/figures.py memory runs/*.json docs/memory.svg
+    python site/figures.py activations runs/*.json docs/activations.svg
+    python site/figures.py ratios one-host.json two-hosts.json docs/ratios.svg
+    python site/figures.py timeline traces/rank0.*.json docs/overlap-zero3.svg
+    python site/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
+    python site/figures.py noise output.txt docs/noise.svg
 
 memory: what a rank holds, by lesson and number of ranks; bars are runs, ticks are formulas, lines simulated
 ranks (whose losses are NaN). activations: the same of activations, a bar per file. ratios: the lessons' time
@@ -162,7 +162,7 @@ def starts(schedule, next_stage, length):
         for row, actions in zip(rows, schedule):
             for action in actions[len(row) :]:
                 op, stage, k = action
-                source = stage - next_stage[op]  # the stage whose result this waits for
+                source = stage - next_stage.get(op, math.inf)  # the stage whose result this waits for
                 arrived = finished.get((op, source, k)) if 0 <= source <= last_stage else 0
                 if arrived is None:
                     break

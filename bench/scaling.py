@@ -1,7 +1,7 @@
-"""Step times on paper, beside those that tools/bench.py measured on limited links: a table in Markdown.
+"""Step times on paper, beside those that bench/bench.py measured on limited links: a table in Markdown.
 
-    python tools/bench.py ddp zero1 zero2 zero3 --hosts 2 --batch 8 --no-memory --json runs/hosts2.json
-    python tools/scaling.py runs/hosts*.json --latency-ms 0.15
+    python bench/bench.py ddp zero1 zero2 zero3 --hosts 2 --batch 8 --no-memory --json runs/hosts2.json
+    python bench/scaling.py runs/hosts*.json --latency-ms 0.15
 
 The model: a third of the computation C is forward, two thirds are backward; each part lasts as long as its
 computation or its messages, whichever is longer, and nothing else takes time:
@@ -52,7 +52,7 @@ def predict(compute, parts, ranks, rate, latency):
 
 
 def flags_of(bench, ranks):
-    """The lesson's flags of a run of tools/bench.py, with as many sequences per rank on so many ranks."""
+    """The lesson's flags of a run of bench/bench.py, with as many sequences per rank on so many ranks."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--batch", type=int)
     batch = parser.parse_known_args(bench["flags"])[0].batch // bench["ranks"] * ranks
@@ -63,7 +63,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("benches", nargs="+", help="--json of tools/bench.py with --hosts, the fewest first")
+    parser.add_argument("benches", nargs="+", help="--json of bench/bench.py with --hosts, the fewest first")
     parser.add_argument("--latency-ms", type=float, required=True, help="of a hop on these links")
     given = parser.parse_args()
     benches = [json.loads(Path(path).read_text()) for path in given.benches]

@@ -1,6 +1,6 @@
 """When device, link and host of offload.py were at work in the third step of a run on one rank, as SVG.
 
-python tools/overlap.py docs/overlap-offload.svg --params --link-gbps 1 --size small --device cpu
+python site/overlap.py docs/overlap-offload.svg --params --link-gbps 1 --size small --device cpu
 """
 
 import itertools

@@ -1,19 +1,14 @@
-"""The peers of each lesson: the same model, batches and optimizer, trained by PyTorch's modules or DeepSpeed.
+"""PyTorch's own modules as peers: what bench/peers.py lists. Each is built of (lesson, config, device)."""
 
-peers_of("zero3") is {title: build}. build(lesson, config, device) is a Peer, whose step(batches) is an
-optimizer step, and whose weights() are the plain model's state_dict.
-"""
-
-import importlib.util
 import itertools
-from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from peer import AllReduced, Peer, new_model, plain
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as context
@@ -26,69 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-ALONE = "compute alone"  # 1/N of the batch through the whole model, and no word to anybody
-
-
-def new_model(lesson, config, device, dtype=None):
-    torch.manual_seed(config.seed)
-    return lesson.GPT(config).to(device, lesson.DTYPES[dtype or config.dtype])
-
-
-class Peer:
-    """A model and one way to train it."""
-
-    def __init__(self, lesson, config, model, wrapped, optimizer):
-        self.lesson, self.config = lesson, config
-        self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
-
-    def step(self, batches):
-        for i, (inputs, targets) in enumerate(batches, start=1):
-            last = i == len(batches) or not hasattr(self.wrapped, "no_sync")
-            with nullcontext() if last else self.wrapped.no_sync():
-                loss = self.lesson.mean_loss(self.wrapped(inputs), targets)
-                (loss / len(batches)).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
-        self.optimizer.step()
-        self.model.zero_grad()
-
-    def weights(self):
-        """With the help of all ranks."""
-        tensors = self.model.state_dict().items()
-        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors}
-
-
-def plain(wrap, lesson, config, device):
-    """The model as wrap() has it, and an optimizer that knows nothing of ranks, in bf16 with masters."""
-    model = new_model(lesson, config, device)
-    optimizer_class = lesson.OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        masters = importlib.import_module("ddp").MasterWeights
-        optimizer = masters(optimizer_class, model.parameters(), lr=config.lr, fused=True)
-    else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
-    return Peer(lesson, config, model, wrap(model), optimizer)
-
-
-class AllReduced(Peer):
-    """The library's all-reduce of all gradients, in one tensor, after backward."""
-
-    def __init__(self, lesson, config, device):
-        vars(self).update(vars(plain(lambda model: model, lesson, config, device)))
-
-    def loss(self, inputs, targets):
-        return self.lesson.mean_loss(self.model(inputs), targets)
-
-    def step(self, batches):
-        for batch in batches:
-            (self.loss(*batch) / len(batches)).backward()
-        grads = [param.grad for param in self.model.parameters()]
-        flat_grad = nn.utils.parameters_to_vector(grads)
-        dist.all_reduce(flat_grad)
-        nn.utils.vector_to_parameters(flat_grad.div_(dist.get_world_size()), grads)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
-        self.optimizer.step()
-        self.model.zero_grad()
 
 
 def ddp(options, lesson, config, device):
@@ -257,35 +189,3 @@ def checkpointed(lesson, config, device):
         for block in peer.model.blocks[:: config.every]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
     return peer
-
-
-def peers_of(name):
-    """{title: build}; build is None where a package is missing."""
-    views = {"fifths": True, "gradient_as_bucket_view": True}
-    peers = {ALONE: partial(plain, lambda model: model)}
-    if name in ("collectives", "fusion"):
-        peers["one all-reduce by the library"] = AllReduced
-    if name == "ddp":
-        peers["torch DDP, defaults"] = partial(ddp, {})
-        peers["torch DDP, buckets of P/5"] = partial(ddp, {"fifths": True})
-        peers["torch DDP, buckets of P/5, views"] = partial(ddp, views)
-    if name in ("zero1", "resume"):
-        peers["DDP + ZeroRedundancyOptimizer"] = partial(ddp_with_zero, {})
-        peers["DDP + ZeroRedundancyOptimizer, P/5, views"] = partial(ddp_with_zero, views)
-    if name == "zero3":
-        peers["FSDP2"] = partial(fsdp2, True, False)
-        peers["FSDP2, explicit prefetch"] = partial(fsdp2, True, True)
-        peers["FSDP2, no reshard"] = partial(fsdp2, False, False)
-    if name == "offload":
-        on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        peers["FSDP2, CPUOffloadPolicy"] = partial(fsdp2, True, True, offload_policy=on_host)
-    if name in ("tensor_parallel", "sequence_parallel"):
-        peers["torch parallelize_module"] = partial(DTensors, name == "sequence_parallel")
-    if name == "context_parallel":
-        peers["torch's ring attention"] = OtherAttention
-    if name == "checkpointing":
-        peers["torch.utils.checkpoint"] = checkpointed
-    import peers_deepspeed  # which need this module
-    import peers_pipeline
-
-    return peers | peers_pipeline.peers_of(name) | peers_deepspeed.peers_of(name)

@@ -1,11 +1,11 @@
 """Lessons beside PyTorch's own modules and DeepSpeed: same weights, batches and threads, turn by turn.
 
-    python tools/bench.py                                 (every lesson, 2 ranks, size small)
-    python tools/bench.py ddp zero3 --ranks 2 --size small --batch 8
-    python tools/bench.py zero3 --hosts 2 --rate 1gbit    (Linux and root: see tools/hosts.sh)
-    python tools/bench.py zero3 --also "--prefetch 0" --also=--no-reshard    (what each idea buys)
-    python tools/bench.py zero1 --beside ddp              (one lesson beside another)
-    python tools/bench.py --host --dtype bf16             (host time)
+    python bench/bench.py                                 (every lesson, 2 ranks, size small)
+    python bench/bench.py ddp zero3 --ranks 2 --size small --batch 8
+    python bench/bench.py zero3 --hosts 2 --rate 1gbit    (Linux and root: see bench/hosts.sh)
+    python bench/bench.py zero3 --also "--prefetch 0" --also=--no-reshard    (what each idea buys)
+    python bench/bench.py zero1 --beside ddp              (one lesson beside another)
+    python bench/bench.py --host --dtype bf16             (host time)
 
 Lessons come first, then flags: those below, and the lessons' own (--size, --batch, --dtype, --device ...).
 
@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # DeepSpeed has another balance loss
 OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
 WHOLE_BATCH = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
@@ -272,7 +272,7 @@ def launch(name, bench, *more):
     """What rank 0 of a fresh set of processes wrote."""
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={bench.ranks}"]
     if bench.hosts > 1 and "--alone" not in more:
-        start = [str(ROOT / "tools" / "hosts.sh"), str(bench.hosts), bench.rate, "--"]
+        start = [str(ROOT / "bench" / "hosts.sh"), str(bench.hosts), bench.rate, "--"]
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--rounds={bench.rounds}", "--out", f"{folder}/out.json", *more]
         own += [f"--also={shlex.join(more)}" for more in bench.also]

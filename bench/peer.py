@@ -1,0 +1,76 @@
+"""What all peers share: a model, its optimizer, and a step.
+
+A peer trains a lesson's model on the same batches, by other means. step(batches) is an optimizer step, and
+weights() the plain model's state_dict.
+"""
+
+import importlib
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+ALONE = "compute alone"  # 1/N of the batch through the whole model, and no word to anybody
+
+
+def new_model(lesson, config, device, dtype=None):
+    torch.manual_seed(config.seed)
+    return lesson.GPT(config).to(device, lesson.DTYPES[dtype or config.dtype])
+
+
+class Peer:
+    """A model and one way to train it."""
+
+    def __init__(self, lesson, config, model, wrapped, optimizer):
+        self.lesson, self.config = lesson, config
+        self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
+
+    def step(self, batches):
+        for i, (inputs, targets) in enumerate(batches, start=1):
+            last = i == len(batches) or not hasattr(self.wrapped, "no_sync")
+            with nullcontext() if last else self.wrapped.no_sync():
+                loss = self.lesson.mean_loss(self.wrapped(inputs), targets)
+                (loss / len(batches)).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        self.optimizer.step()
+        self.model.zero_grad()
+
+    def weights(self):
+        """With the help of all ranks."""
+        tensors = self.model.state_dict().items()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors}
+
+
+def plain(wrap, lesson, config, device):
+    """The model as wrap() has it, and an optimizer that knows nothing of ranks, in bf16 with masters."""
+    model = new_model(lesson, config, device)
+    optimizer_class = lesson.OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        masters = importlib.import_module("ddp").MasterWeights
+        optimizer = masters(optimizer_class, model.parameters(), lr=config.lr, fused=True)
+    else:
+        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    return Peer(lesson, config, model, wrap(model), optimizer)
+
+
+class AllReduced(Peer):
+    """The library's all-reduce of all gradients, in one tensor, after backward."""
+
+    def __init__(self, lesson, config, device):
+        vars(self).update(vars(plain(lambda model: model, lesson, config, device)))
+
+    def loss(self, inputs, targets):
+        return self.lesson.mean_loss(self.model(inputs), targets)
+
+    def step(self, batches):
+        for batch in batches:
+            (self.loss(*batch) / len(batches)).backward()
+        grads = [param.grad for param in self.model.parameters()]
+        flat_grad = nn.utils.parameters_to_vector(grads)
+        dist.all_reduce(flat_grad)
+        nn.utils.vector_to_parameters(flat_grad.div_(dist.get_world_size()), grads)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        self.optimizer.step()
+        self.model.zero_grad()

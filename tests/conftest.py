@@ -1,0 +1,37 @@
+"""--lesson zero3 runs what concerns zero3.py alone; at the end, a line for each promise that broke."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from test_all import NAMES
+
+
+def pytest_addoption(parser):
+    parser.addoption("--lesson", choices=NAMES, help="only what concerns this lesson")
+
+
+def concerns(item, lesson):
+    """A test is of the lessons in its parameters; if there are none, of all that its file speaks of."""
+    parameters = set(re.findall(r"\w+", item.nodeid.partition("[")[2]))
+    of_all = set(re.findall(r"\w+", item.path.read_text())) if item.path.name != "test_all.py" else set()
+    return lesson in (parameters.intersection(NAMES) or of_all)
+
+
+def pytest_collection_modifyitems(config, items):
+    lesson = config.getoption("--lesson")
+    if lesson:
+        items[:] = [item for item in items if concerns(item, lesson)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter):
+    for report in terminalreporter.stats.get("failed", []) + terminalreporter.stats.get("error", []):
+        test, _, parameters = report.nodeid.partition("[")
+        path, _, name = test.partition("::")
+        promise = name.removeprefix("test_").replace("_", " ")
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = crash.message.splitlines()[0] if crash else "did not run"
+        where = f"{Path(path).stem} {parameters.removesuffix(']')}".strip()
+        terminalreporter.write_line(f"BROKEN {where}: {promise}: {reason}"[:300])
