@@ -1,19 +1,19 @@
-"""Context parallelism: each rank has 1/N of every sequence's tokens; only attention needs those of others.
+"""Context parallelism: each rank has 1/N of a sequence's tokens; only attention needs those of other ranks.
 
 Idea
-    Ring attention (arXiv 2310.01889): keys and values travel round a ring of ranks, and the softmax over a
-    block of keys is merged with that over earlier ones by their log-sum-exp. Ulysses (arXiv 2309.14509): an
+    Ring attention (arXiv 2310.01889): keys and values travel round a ring of ranks; a block's output is
+    merged into that of earlier blocks, weighted by their log-sum-exp. Ulysses (arXiv 2309.14509): an
     all-to-all trades 1/N of the tokens for all tokens of 1/N of the heads, and another one trades back. As a
     causal mask gives later tokens more work, rank i of a ring has chunks i and 2N-1-i of 2N (zigzag).
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py; for --cp N)
+Memory (bytes; N is --cp; w a weight, c its fp32 master, K its moments; all letters: single.py)
     parameters    (w+c)P
     gradients     2mP       each parameter's, and all in one flat tensor
     optimizer     KP
     activations   s(b((16L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ring
-    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses: attention 2
-    A block has 16h a token: inputs, outputs of norms 4, queries, keys, values 3, attention 1, up 4, GELU 4;
-    4 numbers of norms, a of heads (log-sum-exp). The last norm has 2h and 2 numbers, the loss v, positions h.
+    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses: attention's twice
+    A block saves 16h a token (inputs and outputs of norms 4, queries, keys, values 3, attention's output 1,
+    up 4, GELU 4), and numbers: norms 4, heads one each. The last norm 2h and 2; the loss v; positions h once.
 
 Communication (forward of a ring, on rank 2 of 4; kv: keys and values; in backward also their gradients)
     compute | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
@@ -22,14 +22,14 @@ Communication (forward of a ring, on rank 2 of 4; kv: keys and values; in backwa
 Costs (bytes that a rank sends in a step of k microbatches)
     send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring: kv N-1 times, in backward again; gradients N
     all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses: 4 in forward, 4 in backward
-    all-reduce    2mP(N-1)/N
+    all-reduce    2mP(N-1)/N                  of all ranks, whatever --cp is
 
 Run
     torchrun --nproc_per_node=2 context_parallel.py
     torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --heads 16 --context 65536 --batch 1
 
 Left out
-    Masks other than causal, overlapping the all-reduce; on GPUs heads over 256, grouped in fp32, pre-Ampere.
+    Masks other than causal, overlapping the all-reduce; GPU rings: heads > 256, grouped in fp32, pre-Ampere.
 """
 
 import argparse
@@ -78,9 +78,9 @@ class RingAttention(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full_like(out[..., :1], -math.inf)  # log-sum-exp of the scores so far
         own_kv = torch.stack((k, v))
-        ctx.mask = q.shape[2], group, order, is_causal
+        ctx.layout = q.shape[2], group, order, is_causal
         for hops, kv in enumerate(rotate(own_kv, group)):
-            if seen := visible(hops, *ctx.mask):
+            if seen := visible(hops, *ctx.layout):
                 queries, keys = seen
                 block, block_lse = attend(q[:, :, queries], *kv[..., keys, :], is_causal and hops == 0)
                 merge(out[:, :, queries], lse[:, :, queries], block, block_lse)
@@ -91,14 +91,14 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        _, group, _, is_causal = ctx.mask
+        _, group, _, is_causal = ctx.layout
         own_kv = torch.stack((k, v))
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        received = torch.zeros_like(own_kv)  # gradients from the ranks that had kv before, one hop after kv
+        received = torch.zeros_like(own_kv)  # gradient of the kv in use so far: it follows kv, one hop behind
         works = []
         for hops, kv in enumerate(rotate(own_kv, group)):
             grad_kv = torch.zeros_like(kv)  # in kv's dtype, in which it is sent on
-            if seen := visible(hops, *ctx.mask):
+            if seen := visible(hops, *ctx.layout):
                 queries, keys = seen
                 of_queries = [x[:, :, queries] for x in (grad, out, lse, q)]
                 block_q, *block_kv = attend_backward(*of_queries, *kv[..., keys, :], is_causal and hops == 0)
@@ -114,21 +114,21 @@ class RingAttention(torch.autograd.Function):
 
 
 def visible(hops, length, group, order, is_causal):
-    """Which of this rank's queries see which keys of the rank `hops` before: two slices, or None."""
+    """Which of this rank's queries see which keys of the rank `hops` before, cyclically: slices or None."""
     everything = slice(None), slice(None)
-    half = length // 2
-    theirs_are_earlier = hops <= dist.get_rank(group)
-    if hops == 0 or not is_causal:  # this rank's own chunks ascend: a plain causal mask is right for them
+    if hops == 0 or not is_causal:  # own chunks ascend: for them the kernel's causal mask is right
         return everything
+    theirs_are_earlier = hops <= dist.get_rank(group)  # else it wraps round to a higher rank
     if order == "contiguous":
         return everything if theirs_are_earlier else None
+    half = length // 2
     if theirs_are_earlier:  # their early chunk precedes both of ours, their late one follows both
         return slice(None), slice(half)
     return slice(half, None), slice(None)  # both of theirs lie between our early and our late chunk
 
 
 def rotate(kv, group):
-    """Yield this rank's k and v, then those of rank - 1 and so on, each received while one is in use."""
+    """Yield this rank's k and v, then those of rank - 1 and so on, receiving the next while one is in use."""
     for _ in range(dist.get_world_size(group) - 1):
         next_kv, works = send_to_next(kv, group)
         yield kv
@@ -153,7 +153,7 @@ def send_to_next(tensor, group):
 
 
 def attend(q, k, v, is_causal):
-    """Output, and log-sum-exp of scores (b, a, s/N, 1), of a block, by this device's kernel for the dtype."""
+    """A block's output, and log-sum-exp of scores (b, a, s/N, 1), by the kernel for this device and dtype."""
     if not q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
     elif q.dtype == torch.float32:
@@ -165,7 +165,7 @@ def attend(q, k, v, is_causal):
 
 
 def attend_backward(grad, out, lse, q, k, v, is_causal):
-    """A block's share of the gradients of q, k, v. out and lse are of all keys (arXiv 2307.08691, 3.1)."""
+    """A block's gradients of q, k, v: they add up, as out and lse are of all keys (arXiv 2307.08691, 3.1)."""
     lse = lse.squeeze(-1).contiguous()
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -183,14 +183,14 @@ def attend_backward(grad, out, lse, q, k, v, is_causal):
 
 
 def merge(out, lse, block, block_lse):
-    """Merge in the output over a block of keys, weighted by its share of all exponentials so far."""
+    """Merge in a block's output, weighted by its share of the softmax's denominator so far."""
     block_share = torch.sigmoid(block_lse - lse)  # exp(block_lse) / (exp(lse) + exp(block_lse)), no overflow
     out.lerp_(block.to(out.dtype), block_share)
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 def ulysses_attention(q, k, v, *, is_causal=False, group=None):
-    """Like ring_attention(), but for tokens in contiguous order, and N divides a_kv."""
+    """Like ring_attention(), but tokens are in contiguous order, and N must divide a_kv."""
     if k.shape[1] % dist.get_world_size(group):
         raise ValueError(f"{k.shape[1]} key heads: must be a multiple of the ranks")
     q, k, v = (AllToAll.apply(x, 1, 2, group) for x in (q, k, v))  # (b, a/N, s, h/a)
@@ -230,10 +230,10 @@ def train(config):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device, replica, config.dp)
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
-        weights["positions.weight"] = shard(weights["positions.weight"], 0)  # GPT reads [: s/N] of it: all
+        weights["positions.weight"] = shard(weights["positions.weight"], 0)  # GPT reads the first s/N rows
         loss = 0
         for inputs, targets in batches:
-            with mock.patch.object(F, "scaled_dot_product_attention", attention):  # which blocks call
+            with mock.patch.object(F, "scaled_dot_product_attention", attention):  # Block stays as it is
                 microloss = mean_loss(functional_call(model, weights, shard(inputs, 1)), shard(targets, 1))
             microloss /= config.accum  # as gradients of microbatches add up
             microloss.backward()
@@ -248,7 +248,7 @@ def train(config):
 
 
 def average_gradients(model, max_norm):
-    """Make each .grad the mean over ranks, which have as many tokens each, and clip it. Returns the norm."""
+    """Make each .grad the mean over ranks (equal numbers of tokens), and clip. Returns the norm before."""
     grads = [param.grad for param in model.parameters()]
     flat_grad = nn.utils.parameters_to_vector(grads)
     dist.all_reduce(flat_grad)

@@ -4,22 +4,22 @@ Idea
     A mixture of experts has X MLPs in place of one; a router sends each token to the t most probable, and
     their outputs, weighted by probability, are added up (arXiv 1701.06538): X times the MLP's parameters, t
     times its FLOPs. Each of e ranks (--ep) has X/e of the experts; all-to-alls take tokens there and back
-    (GShard, arXiv 2006.16668). A loss (Switch, 2101.03961) over all ranks' tokens (2501.11873) keeps experts
-    equally busy; or, with --balance bias, a bias added to probabilities for the choice alone (2408.15664).
+    (GShard, arXiv 2006.16668). What pushes towards equally busy experts: a loss (Switch, 2101.03961) over all
+    ranks' tokens (2501.11873); or --balance bias, which changes the choice, not the weights (2408.15664).
 
 Memory (bytes; U parameters in an expert, D outside them; M = (L+1)//2 mixtures; other letters: single.py)
     parameters    (w+c)(D+MXU/e)
-    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16 also a later microbatch's, before their cast
+    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, k > 1, also a microbatch's: casts run last
     optimizer     K(D+MXU/e)
 
-Communication (rank 0 of 2, with tokens 0, 1, 2 and experts A, B; 0C: token 0 for C; in backward reversed)
+Communication (rank 0 of 2 has tokens 0-2, experts A, B; rank 1 3-5, C, D; 0C: token 0 for C; | cuts parts)
     1 by token              0B 0C 1A 1B 2D 2A         all-gather of counts
     2 by expert             1A 2A 0B 1B | 0C 2D       all-to-all: 0C and 2D go to rank 1
     3 by rank, by expert    1A 2A 0B 1B | 3A 4B 5B
     4 by expert, by rank    1A 2A 3A | 0B 1B 4B 5B    A and B compute
-    5 outputs go back       order 3; all-to-all; order 2; weighed and added up to a row for each token
+    5 outputs go back       order 3; all-to-all; order 2; weighted and added up by token; backward: reversed
 
-Costs (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens on all N ranks)
+Costs (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens, of N ranks together)
     all-to-all    4wkM(tbsh/N)(e-1)/e           in the mean; what is sent depends on the tokens
     all-gather    8kMX(N-1)                     how many tokens of each rank chose each expert
     all-reduce    2m(D(N-1)+MXU(N-e)/e)/N       gradients; experts' among the N/e ranks that have the same
@@ -29,9 +29,9 @@ Run
     torchrun --nproc_per_node=8 expert_parallel.py --size gpt2 --experts 64 --dtype bf16 --capacity-factor 2
 
 Left out
-    Router z-loss and noise, one kernel for a rank's experts (a loop here), overlap of all-to-alls, buckets or
-    overlap of gradients (an all-reduce each, after backward), fixed shapes (here the host waits for counts,
-    once in each mixture and microbatch: they are the sizes of its all-to-alls and of its experts' inputs).
+    Router z-loss and noise, one kernel for a rank's experts (a loop here), overlap of all-to-alls, gradient
+    buckets and their overlap (an all-reduce each, after backward), fixed shapes (here the host waits for
+    counts once in each mixture and microbatch: the sizes of its all-to-alls and of its experts' inputs).
 """
 
 import argparse
@@ -54,8 +54,8 @@ class MoE(nn.Module):
     """Mixture of `experts` MLPs, spread over a group. x (..., h) -> (..., h), the same shape on all ranks.
 
     Sets load (X,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond an
-    expert's capacity; and balance_loss, 1 if all are equally busy (arXiv 2101.03961, section 2.2).
-    It chooses by probability plus bias (X,), an fp32 buffer, which train() moves after each step.
+    expert's capacity; and balance_loss, whose mean over ranks is 1 if all are equally busy (2101.03961, 2.2).
+    It chooses by probability plus bias (X,), a buffer to be kept in fp32, which train() moves.
     """
 
     def __init__(self, width, hidden, experts, top_k=2, group=None, capacity_factor=math.inf):
@@ -86,7 +86,8 @@ class MoE(nn.Module):
         total = counts.sum()
         self.dropped = 1 - kept.sum() / total
         share = self.load.to(probs) / total
-        self.balance_loss = (len(share) * share) @ probs.mean(0)  # its mean over ranks is all tokens'
+        even = 1 / len(share)
+        self.balance_loss = share @ probs.mean(0) / even
 
         rank = dist.get_rank()
         by_expert = chosen.argsort(stable=True)  # order 2: indices of choices
@@ -95,50 +96,42 @@ class MoE(nn.Module):
         token_ids = choices // self.top_k
         outputs = self.run_experts(tokens[token_ids], kept)
         gates = gates.flatten().to(x.dtype)
-        gates = gates[choices].unsqueeze(-1)
-        outputs = outputs * gates
+        outputs = outputs * gates[choices, None]
         mixed = torch.zeros_like(tokens).index_add_(0, token_ids, outputs)
         return mixed.view_as(x)
 
     def all_gather_counts(self, chosen):
         """How many tokens of each rank chose each expert: (N, X), on the host, which waits for it."""
         own_counts = chosen.new_zeros(self.router.out_features)
-        own_counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        counts = own_counts.repeat(dist.get_world_size(), 1)
+        own_counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # for bincount() the host would wait
+        counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
         dist.all_gather(list(counts), own_counts)  # of the world: balance and capacity are over all tokens
         self.load = counts.sum(0)
         return counts.cpu()
 
-    def _apply(self, function, recurse=True):
-        """Of to() and the like. Seen as integers, the bias stays fp32, in which small steps add up."""
-        self.bias = self.bias.view(torch.int32)
-        super()._apply(function, recurse)
-        self.bias = self.bias.view(torch.float32)
-        return self
-
     def cut_to_capacity(self, counts):
-        """Cut counts (N, X) to the capacity: first come lower ranks, and in forward() earlier tokens."""
+        """Cut counts (N, X) to the capacity: lower ranks, and in forward() earlier tokens, come first."""
         mean = counts.sum() / counts.shape[1]
         capacity = (self.capacity_factor * mean).ceil().clamp(min=4)  # at least DeepSpeed's min_capacity
         taken = counts.cumsum(0) - counts  # by tokens of earlier ranks
         left = (capacity - taken).clamp(min=0)
         return left.minimum(counts).long()
 
-    def run_experts(self, rows, counts):
+    def run_experts(self, rows, kept):
         """Send rows (order 2) to their experts' ranks, run the experts, return outputs in the same order."""
         ranks = dist.get_process_group_ranks(self.group)
-        rank = dist.get_rank(self.group)
-        counts = counts[ranks]
+        group_rank = dist.get_rank(self.group)
+        counts = kept[ranks]
         counts = counts.unflatten(1, (len(ranks), -1))  # (from rank, to rank, expert there)
-        own_counts = counts[:, rank]  # (from rank, this rank's expert)
-        sent = counts[rank].sum(1).tolist()
-        received = own_counts.sum(1).tolist()
+        expert_counts = counts[:, group_rank]  # (from rank, this rank's expert)
+        sent = counts[group_rank].sum(1).tolist()
+        received = expert_counts.sum(1).tolist()
         rows = AllToAll.apply(rows, sent, received, self.group)  # order 3
-        pieces = list(rows.split(own_counts.flatten().tolist()))
+        pieces = list(rows.split(expert_counts.flatten().tolist()))
         for i, expert in enumerate(self.experts.values()):
             own = slice(i, None, len(self.experts))  # of the pieces: one from each rank
             output = expert(torch.cat(pieces[own]))  # order 4; run even if empty: .grad must not be None
-            pieces[own] = output.split(own_counts[:, i].tolist())
+            pieces[own] = output.split(expert_counts[:, i].tolist())
         outputs = torch.cat(pieces)  # order 3
         return AllToAll.apply(outputs, received, sent, self.group)
 
@@ -177,7 +170,7 @@ def add_mixture(block, inputs, x):
 
 
 def train(config):
-    """Train with these flags. In bf16 `weights` are casts of fp32 masters: they save nothing for backward."""
+    """Train with these flags. In bf16 `weights` are casts, whose graph each backward can use again."""
     device, text, ep_group, expert_dp_group = set_up_groups(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[config.dtype]
@@ -187,20 +180,20 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device)  # of all ranks, as the capacity is
+        batches = microbatches(config, text, step, device)  # all ranks': places go by the order of all tokens
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = loads = 0
         for batch in batches:
             inputs, targets = (part.chunk(world_size)[rank] for part in batch)
             microloss = mean_loss(functional_call(model, weights, inputs), targets)
             loss += microloss.detach() / config.accum
-            total = microloss + config.weight * sum(moe.balance_loss for moe in mixtures)
+            total = microloss + config.loss_weight * sum(moe.balance_loss for moe in mixtures)
             (total / config.accum).backward()
             loads += torch.stack([moe.load for moe in mixtures])  # (M, X)
         grad_norm = average_gradients(model, ep_group, expert_dp_group, config.clip)
         optimizer.step()
         for moe, load in zip(mixtures, loads):
-            moe.bias += config.rate * (load.double().mean() - load).sign()
+            moe.bias += config.bias_rate * (load.double().mean() - load).sign()
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
@@ -211,7 +204,7 @@ def train(config):
 
 
 def print_loads(mixtures, loads):
-    """Print a step's loads (M, X), MaxVio: max / mean - 1 (arXiv 2408.15664), its last microbatch's drops."""
+    """Print mixtures' loads (M, X), MaxVio: max / mean - 1 (arXiv 2408.15664), a last microbatch's drops."""
     for moe, load in zip(mixtures, loads.tolist()):
         max_vio = max(load) / np.mean(load) - 1
         print(f"tokens per expert {load} | MaxVio {max_vio:.2f} | dropped {moe.dropped:.1%}")
@@ -251,8 +244,8 @@ def set_up_groups(config):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     largest_ep = math.gcd(world_size, config.experts)
     config.ep = config.ep or largest_ep
-    config.rate = 0.005 if config.balance == "bias" else 0  # the paper's 0.001 is for longer runs
-    config.weight = 0 if config.rate else config.balance
+    config.bias_rate = 0.005 if config.balance == "bias" else 0  # the paper's 0.001 is for longer runs
+    config.loss_weight = 0 if config.bias_rate else config.balance
     if largest_ep % config.ep:
         refuse(f"--ep {config.ep}: must divide the {world_size} ranks and --experts {config.experts}")
     if config.top_k > config.experts:
@@ -279,13 +272,13 @@ def parse(arguments=None):
     own.add_argument(
         "--ep",
         type=int,
-        help="ranks that share the experts (none: the most that divide both ranks and experts)",
+        help="ranks that share the experts (none: the most that divides ranks and experts)",
     )
     own.add_argument(
         "--capacity-factor",
         type=float,
         default=math.inf,
-        help="an expert's places over the mean need, at least 4 (inf: any)",
+        help="an expert's places over the mean tokens of an expert; at least 4 places (inf: any)",
     )
     own.add_argument(
         "--balance", type=bias_or_weight, default=0.01, help="weight of the load-balance loss, or bias"

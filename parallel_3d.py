@@ -1,11 +1,11 @@
 """3D parallelism: data x tensor x pipeline parallelism on one mesh; which group sums what, in which order.
 
 Idea
-    N = p x d x t ranks: p stages of a pipeline, in each d replicas with their own share of the batch, in a
-    replica t ranks that split each layer (Megatron-LM, arXiv 2104.04473). Tensor parallelism sends most: its
+    N = p x d x t ranks: p stages of a pipeline; of each d copies, with their own shares of the batch; in each
+    copy t ranks that split its layers (Megatron-LM, arXiv 2104.04473). Tensor parallelism sends most: its
     ranks are neighbours. ddp.py, tensor_parallel.py and pipeline.py teach the axes, here as short as can be.
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments, g 1 over gloo; all letters: single.py)
+Memory (bytes: w a weight, c its master, if bf16, K its moments, g 1 over gloo; all letters: single.py)
     parameters    (w+c)R                 R parameters on the rank with most, about P/t/p
     gradients     (w+c)R                 in bf16 also the masters'
     optimizer     KR
@@ -14,15 +14,15 @@ Memory (bytes: w a weight, c its fp32 master in bf16, K its moments, g 1 over gl
     optimizer     KR/d                   with --zero 1
 
 Communication (a step of 2 x 2 x 2 ranks)
-    stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3      microbatches in 1F1B: tensor 0-1, pipeline 0-4
-    stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7      last backward: data 0-2, layer by layer
-    Then the embedding's gradient, 0-4 and 0-2; norm, all ranks; step; with --zero 1 weights, 0-2
+    stage 0 | copy 0: ranks 0 1 | copy 1: ranks 2 3            microbatches in 1F1B: tensor 0-1, pipeline 0-4
+    stage 1 | copy 0: ranks 4 5 | copy 1: ranks 6 7            last backward: data 0-2, layer by layer
+    Then the loss, all ranks; embedding's gradient, 0-4 and 0-2; norm, all; step; with --zero 1 weights, 0-2
 
 Costs (bytes that the rank with most sends in a step, along each axis; // rounds down)
     tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 a block; head; if p = 1 embedding; loss: m + 8
     pipeline      min(2,p-1)kwbsh                             outputs to the next stage, gradients back
     tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient, if p > 1
-    data          2wR(d-1)/d                                  of gradients, or its halves (gloo: all-to-all)
+    data          2wR(d-1)/d                                  all-reduce of gradients, or its halves
 
 Run
     torchrun --nproc_per_node=4 parallel_3d.py
@@ -47,8 +47,7 @@ import torch.distributed.nn  # else torch.optim loads it later, and it keeps our
 import torch.nn as nn
 import torch.nn.functional as F
 
-# torch 2.13 renamed these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 identity = torch.detach
 
@@ -64,7 +63,7 @@ class Mesh:
         self.is_first = self.pp_rank == 0
         self.is_last = self.pp_rank == self.pp - 1
         self.output_group = self.group(ranks, 0, "pipeline")
-        self.gradient_group = self.group(ranks, 0, "pipeline")  # else NCCL would queue them behind outputs
+        self.gradient_group = self.group(ranks, 0, "pipeline")  # on NCCL one group could deadlock
         self.dp_group = self.group(ranks, 1, "data")
         self.tp_group = self.group(ranks, 2, "tensor")
         self.tie_group = None
@@ -119,7 +118,7 @@ def parallel_loss(mesh, logits, targets):
     found = logits.gather(-1, targets // mesh.tp * here)
     found *= here
     of_target = Conjugate.apply(found, mesh.tp_sum, identity)
-    shift = of_target.detach()  # so that no sum is above e^loss, and fp64 ends at e^709
+    shift = of_target.detach()  # at hand, as the maximum is not; a sum is at most e^loss
     total = logits.logsumexp(-1, True) - shift
     total = Conjugate.apply(total.double().exp(), mesh.tp_sum, identity)
     return (total.log() + shift - of_target).mean()
@@ -135,7 +134,7 @@ SPLITS = {  # (forward, dim of the weight that is split)
 
 
 def split_tensors(model, mesh):
-    """Keep each t-th token and each t-th run of h/t features, so of qkv one of q, of k, of v. Sets .part."""
+    """Keep every t-th token and every t-th run of h/t features: of q, k, v one each. Sets param.part."""
     run = model.tokens.embedding_dim // mesh.tp
     for block in model.blocks:
         block.heads //= mesh.tp
@@ -158,8 +157,8 @@ def split_tensors(model, mesh):
 def stage_of(model, mesh):
     """This rank's layers. The head is the embedding, of which first and last stage have a copy each."""
     sizes = [(len(model.blocks) + stage) // mesh.pp for stage in range(mesh.pp)]
-    end = sum(sizes[: mesh.pp_rank + 1])
-    layers = list(model.blocks[end - sizes[mesh.pp_rank] : end])
+    start = sum(sizes[: mesh.pp_rank])
+    layers = list(model.blocks[start : start + sizes[mesh.pp_rank]])
     if mesh.is_first:
         model.positions.forward = partial(add_positions, model.positions)
         layers = [model.tokens, model.positions, *layers]
@@ -176,7 +175,7 @@ def add_positions(positions, x):  # (b, s, h) -> (b, s, h)
 
 
 class Bucket:
-    """A layer's params and .grads are views of flat_param, flat_grad. Its shard, all or 1/d, is stepped."""
+    """A layer's split or whole params, views of flat_param, .grads of flat_grad. `shard`: all or 1/d."""
 
     def __init__(self, params, mesh, zero):
         self.mesh = mesh
@@ -191,9 +190,9 @@ class Bucket:
         nn.utils.vector_to_parameters(self.flat_param, params)
         nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
         wide = torch.promote_types(flat.dtype, torch.float32)
-        self.shard = nn.Parameter(self.shard_of(self.flat_param).to(wide))  # a copy in bf16, else a view
+        self.shard = nn.Parameter(self.shard_of(self.flat_param).to(wide))  # of bf16 a copy, else a view
         first_copy = hasattr(params[0], "part") or mesh.tp_rank == 0
-        self.in_norm = first_copy and (zero or mesh.dp_rank == 0)  # of the ranks that have it one adds it
+        self.in_norm = first_copy and (zero or mesh.dp_rank == 0)  # one of its holders adds it
 
     def shard_of(self, flat):
         return flat.chunk(self.n_shards)[self.mesh.dp_rank % self.n_shards]
@@ -215,7 +214,7 @@ class Bucket:
             self.work = collective(self.grad, self.flat_grad, **options)
 
     def finish(self):
-        if self.pending > 0:  # the tied one, or a parameter got no gradient: it counts as zero
+        if self.pending > 0:  # tied, or a parameter without gradient, which counts as 0
             self.launch()
         self.work.wait()
         if len(self.grad) > len(self.shard):  # all-to-all's, to be added up
@@ -225,11 +224,11 @@ class Bucket:
 
     @torch.no_grad()
     def update(self):
-        shard = self.shard_of(self.flat_param)
-        shard.copy_(self.shard)
+        part = self.shard_of(self.flat_param)
+        part.copy_(self.shard)  # in fp32 the same memory, without --zero 1
         self.shard.grad = None
         if self.n_shards > 1:
-            all_gather(self.flat_param, shard, group=self.mesh.dp_group)
+            all_gather(self.flat_param, part, group=self.mesh.dp_group)
         self.flat_grad.zero_()
 
 
@@ -265,12 +264,12 @@ class Parallel3D:
             if turn < len(batches):
                 in_flight.append(self._forward(*batches[turn], len(batches)))
             for bucket in self.buckets:  # the last backward launches all but the tied one: see finish()
-                bucket.pending = bucket.n_params + (bucket is self.tied) if turn == last_turn else 0
+                bucket.pending = (bucket.n_params + (bucket is self.tied)) if turn == last_turn else 0
             if turn >= warmup:
                 self._backward(*in_flight.pop(0))
-        for work in self.sends:
-            work.wait()
-        dist.all_reduce(self.loss)  # 0 but on the last stage, where t ranks have the same
+            while len(self.sends) > (4 if turn < last_turn else 0):
+                self.sends.pop(0).wait()  # it arrived long ago; its work held the tensor
+        dist.all_reduce(self.loss)  # 0 but on the last stage; there t equal ones
         return self.loss / (mesh.dp * mesh.tp)
 
     def _forward(self, inputs, targets, n_microbatches):
@@ -282,7 +281,7 @@ class Parallel3D:
             x.requires_grad_()
         y = self.stage(x)
         if mesh.is_last:
-            y = parallel_loss(mesh, y, targets) / n_microbatches  # whose gradients add up
+            y = parallel_loss(mesh, y, targets) / n_microbatches  # as gradients add up
             self.loss += y.detach()
         else:
             self.sends.append(dist.isend(y.detach(), group=mesh.output_group, group_dst=mesh.pp_rank + 1))
@@ -300,7 +299,7 @@ class Parallel3D:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Finish the gradients' sums and clip those of the shards to max_norm. Returns the norm before."""
+        """Finish the gradients' sums, clip the shards' gradients to max_norm. Returns the norm before."""
         if self.tied:  # sum both copies' gradients, then, in finish(), those of all replicas
             dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)
         squares = torch.zeros_like(self.loss)
@@ -333,7 +332,7 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](parallel.shards, lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, mesh.dp_rank, mesh.dp)  # the same in a replica
+        batches = microbatches(config, text, step, device, mesh.dp_rank, mesh.dp)
         loss = parallel.forward_backward(list(batches))
         grad_norm = parallel.clip_grad_norm_(config.clip)
         optimizer.step()
@@ -368,7 +367,7 @@ def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--tp", type=int, help="ranks that split each layer (none: 2 if the world is even)")
-    own.add_argument("--pp", type=int, help="stages (none: 2 if what is left is even)")
+    own.add_argument("--pp", type=int, help="stages (none: 2 if the ranks over --tp are even)")
     own.add_argument("--zero", type=int, default=0, help="1: shard optimizer states")
     NUMBERS["accum"] = 4  # by default
     config = read_flags(arguments, own, zero=(0, 1))

@@ -6,19 +6,19 @@ Idea
     does 1 forward in naive, k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B
     (arXiv 2104.04473, section 2.2) gives rank i C chunks of the layers, the stages i, N+i, ...
 
-Memory (bytes; R parameters on the rank with most, about P/N)
+Memory (bytes; R parameters on the rank with most, (P+vh)/N at least; other letters: single.py)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wR+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    Activations held, of microbatches: naive 1, gpipe k, 1f1b min(k,N-i), interleaved min(k,N+(N-2i-1)/C).
+    In flight on rank i, with activations: naive 1, gpipe k, 1f1b min(k,N-i), interleaved min(k,N+(N-2i-1)/C).
 
-Communication (1f1b, 4 ranks; F, as long as B, sends its output down a row, B a gradient up; . is idle)
+Communication (1f1b, 4 ranks; F sends its output a row down, B a gradient up; each one turn; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
 
-Costs (bytes that a rank sends in a step of k microbatches of b sequences; C 2 if interleaved, else 1)
+Costs (bytes that the busiest rank sends in a step of k microbatches; C 2 if interleaved, else 1)
     send          min(2C,(2C-1)(N-1))kwbsh     F: its output, to the next stage; B: its input's gradient, back
     For each microbatch that is 2C messages, but 2C-1 on the first and the last rank (of two: on both).
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
@@ -60,7 +60,7 @@ def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
     total = n_chunks * n_microbatches
     schedule = []
     for rank in range(n_ranks):
-        warmup = {  # turns without B; that of the first B has an F before it, so in 1f1b N-i precede it
+        warmup = {  # F before the turn of the first B
             "naive": 0,
             "gpipe": n_microbatches,
             "1f1b": n_ranks - 1 - rank,
@@ -70,7 +70,7 @@ def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
         for turn in range(total + warmup):  # warmup: F alone; steady: F and B in turn; cooldown: B alone
             for op, nth in (("F", turn), ("B", turn - warmup)):
                 if 0 <= nth < total:
-                    group, rest = divmod(nth, n_chunks * n_ranks)  # n_ranks microbatches pass all chunks
+                    group, rest = divmod(nth, n_chunks * n_ranks)  # which passes chunk after chunk
                     chunk, member = divmod(rest, n_ranks)
                     if op == "B":
                         chunk = n_chunks - 1 - chunk
@@ -80,7 +80,7 @@ def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
 
 
 def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
-    """The idle part of the longest time from a rank's first action to its last (arXiv 2401.10241, 5.3).
+    """Idle part of the time of the rank that takes longest, first action to last (arXiv 2401.10241, 5.3).
     F takes t_f, B t_b (inputs) + t_w (weights), a message t_comm. It is here for site/book.py and tests."""
     duration = {"F": t_f, "B": t_b + t_w}
     arrival = defaultdict(float)  # {action: when what it needs is there}
@@ -111,7 +111,7 @@ def split_layers(layers, n_stages):
 
 class Pipeline(nn.Module):
     """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
-    layers: modules, each called with the output of the one before: between stages one tensor, of one shape.
+    layers: modules, each called with the output of the one before; all stages pass tensors of one shape.
     ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's."""
 
     def __init__(self, layers, ends, loss_function, schedule):
@@ -143,14 +143,14 @@ class Pipeline(nn.Module):
         self.like = [None]  # a meta tensor, of the shape of all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
-        self.ahead = 0  # receives posted early; not in step 1: NCCL's first of a pair blocks until both call
+        self.ahead = 0  # receives posted early; none in step 1: a pair's first on NCCL blocks until both call
 
     def step(self, inputs, targets):
         """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-        first_stage = {"F": 0, "B": self.last_stage}  # where nothing is received
-        self.to_post = deque(action for action in self.actions if action.stage != first_stage[action.op])
-        in_flight = {}  # {(stage, microbatch): (input, loss or edge; an edge frees its output)}
+        origin = {"F": 0, "B": self.last_stage}  # where nothing is received
+        self.to_post = deque(action for action in self.actions if action.stage != origin[action.op])
+        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge lets its output be freed
         for op, stage, j in self.actions:
             if op == "F":
                 x = inputs[j] if stage == 0 else self._receive().requires_grad_()
@@ -166,7 +166,7 @@ class Pipeline(nn.Module):
                 x, output = in_flight.pop((stage, j))
                 gradient = None if stage == self.last_stage else self._receive()
                 torch.autograd.backward(output, gradient)
-                del output  # and the graph, which still holds inputs
+                del output, gradient  # else the graph holds x during the next forward
                 if stage > 0:
                     self._send("B", stage - 1, x.grad)
         self._finish()
@@ -204,7 +204,7 @@ class Pipeline(nn.Module):
             raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")
         self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op][stage % 2]))
         if len(self.sent) > MAX_SENT:
-            self.sent.popleft().wait()  # it should have arrived long ago: now its tensor is freed
+            self.sent.popleft().wait()  # it arrived long ago; its work held the tensor
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
@@ -225,7 +225,7 @@ class Pipeline(nn.Module):
             dist.broadcast(param.data, min(ranks))
 
 
-class AddPositions(nn.Sequential):  # of one embedding: (b, s, h) -> (b, s, h)
+class AddPositions(nn.Sequential):  # wraps that embedding: (b, s, h) -> (b, s, h)
     def forward(self, x):
         return x + self[0].weight[: x.shape[1]]
 
@@ -249,7 +249,6 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 
 def train(config):
-    """Train with these flags."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if config.schedule == "interleaved" and config.accum % world_size:
         refuse(f"--accum {config.accum}: must be a multiple of the ranks with --schedule interleaved")

@@ -5,14 +5,14 @@ Idea
     tokens there: what was an all-reduce is a reduce-scatter after a row-parallel layer, and an all-gather
     before a column-parallel one, which backward repeats (arXiv 2205.05198, section 4.2.2).
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
-    parameters    (w+c)(P+(6L+2)h(N-1))/N               whole: 2 norms, 2 biases a block; norm
+Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: single.py)
+    parameters    (w+c)(P+(6L+2)h(N-1))/N               replicated: 6h a block, norm 2h
     gradients     w(P+(6L+2)h(N-1))/N+3cG/2             G at most 2^24, put together in bf16 and fp32
     optimizer     K(P+(6L+2)h(N-1))/N
-    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     as in tensor_parallel.py; whole: 2 numbers of a loss
+    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     as in tensor_parallel.py; replicated: 2 of a loss
 
 Communication (backward of an MLP; in forward nothing hides them)
-    compute | down, gelu | up: gradient of x | up: gradients of weight and bias | norm, proj, attention, ...
+    compute | down, gelu | up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
     network |            | all-gather of x   | reduce-scatter of its gradient   |
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
@@ -22,7 +22,7 @@ Costs (bytes that a rank of a ring sends in a step of k microbatches)
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py
-    torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 32 --dtype bf16
+    torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 40 --dtype bf16
 
 Left out
     What tensor_parallel.py leaves out; outside the split layers only what works token by token will do.
@@ -43,8 +43,7 @@ import torch.distributed.nn  # else torch.optim loads it later, and it keeps our
 import torch.nn as nn
 import torch.nn.functional as F
 
-# torch 2.13 renamed these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -90,7 +89,8 @@ class SumPartials(torch.autograd.Function):
 def start_all_gather(x):
     """Start to all-gather x (b, s/N, h). Returns the work, and (b, N, s/N, h) that it fills."""
     shards = x.new_empty(dist.get_world_size(), *x.shape)
-    return all_gather(shards, x[None].contiguous(), async_op=True), shards.movedim(0, 1)
+    work = all_gather(shards, x[None].contiguous(), async_op=True)
+    return work, shards.movedim(0, 1)
 
 
 def start_reduce_scatter(x):
@@ -115,7 +115,7 @@ def row_parallel(linear, x):
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows, or one more (Megatron-LM pads): tokens (b, s) -> (b, s/N, h)."""
+    """An embedding with 1/N of its rows, rounded (Megatron-LM pads): tokens (b, s) -> (b, s/N, h)."""
     vocab = embedding.num_embeddings
     row = tokens - dist.get_rank() * vocab // dist.get_world_size()  # in this rank's weight
     elsewhere = (row < 0) | (row >= len(embedding.weight))
@@ -125,11 +125,11 @@ def vocab_parallel(embedding, tokens):
 
 
 def parallel_cross_entropy(logits, targets, vocab):
-    """Losses (b, s/N), fp32 at least, of logits (b, s, v/N), `vocab` in all, and targets (b, s)."""
+    """Losses (b, s/N), in fp32 or fp64; logits (b, s, v/N), targets (b, s), `vocab` the whole v."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     lse = logits.logsumexp(-1)  # of this rank's v/N
     shift = lse.detach().clone()
-    dist.all_reduce(shift, dist.ReduceOp.MAX)  # so that exp() does not overflow
+    dist.all_reduce(shift, dist.ReduceOp.MAX)  # the largest of all ranks: exp() is at most 1
     column = targets - dist.get_rank() * vocab // dist.get_world_size()
     inside = (column >= 0) & (column < logits.shape[-1])
     of_target = logits.gather(-1, (column * inside).unsqueeze(-1)).squeeze(-1) - shift
@@ -138,7 +138,7 @@ def parallel_cross_entropy(logits, targets, vocab):
     return total.log() - of_target
 
 
-PLAN = {  # pattern of names: (forward, dim along which the weight is split, matrices stacked along it)
+PLAN = {  # pattern of names: (forward, dim along which the weight is split, matrices stacked: q, k, v)
     "tokens": (vocab_parallel, 0, 1),
     "positions": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
@@ -156,6 +156,7 @@ class SequenceParallel:
     def __init__(self, module, plan):
         self.module = module
         self.split = {}  # parameter: (dim, this rank's indices along it, whole shape)
+        rank = dist.get_rank()
         world_size = dist.get_world_size()
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)
@@ -168,10 +169,10 @@ class SequenceParallel:
                     for param in layer.parameters():
                         if dim < param.dim():  # a row-parallel layer's bias stays whole
                             indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
-                            ends = [rank * indices.shape[1] // world_size for rank in range(1, world_size)]
-                            indices = indices.tensor_split(ends, 1)[dist.get_rank()]  # 1/N of each matrix
-                            self.split[param] = (dim, indices.flatten(), param.shape)
-        for param, (dim, indices, _) in self.split.items():
+                            start, end = (r * indices.shape[1] // world_size for r in (rank, rank + 1))
+                            part = indices[:, start:end].flatten()  # 1/N of each matrix
+                            self.split[param] = (dim, part, param.shape)
+        for param, (dim, indices, _) in self.split.items():  # once, though it be tied
             param.data = param.detach().index_select(dim, indices)
         for name, param in module.named_parameters():
             if param.dim() > 1 and param not in self.split:
@@ -185,7 +186,7 @@ class SequenceParallel:
         flat_grad = nn.utils.parameters_to_vector(whole)
         dist.all_reduce(flat_grad)  # each rank's cover only its tokens
         nn.utils.vector_to_parameters(flat_grad, whole)
-        squares = 0
+        squares = params[0].new_zeros((), dtype=torch.float64)
         for param in params:
             if param in self.split or dist.get_rank() == 0:  # what all ranks have counts once
                 squares += param.grad.square().sum(dtype=torch.float64)

