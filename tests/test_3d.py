@@ -90,14 +90,21 @@ def check_overlap(name):
 
 @on_ranks(4)
 def check_schedule(name):
-    """Of four stages: forwards and backwards of six microbatches, in order."""
-    lesson, log = load(name), []
+    """Of four stages: forwards and backwards of six microbatches, in order; what was sent is freed."""
+    lesson, log, sends = load(name), [], []
     for method, word in (("_forward", "F"), ("_backward", "B")):
         run = getattr(lesson.Parallel3D, method)
-        setattr(lesson.Parallel3D, method, lambda *args, w=word, run=run: (log.append(w), run(*args))[1])
+
+        def note(parallel, *args, word=word, run=run):
+            log.append(word)
+            sends.append(len(parallel.sends))
+            return run(parallel, *args)
+
+        setattr(lesson.Parallel3D, method, note)
     lesson.train(lesson.parse(f"{TINY} --layers 4 --steps 1 --tp 1 --pp 4 --accum 6".split()))
     warmup = 3 - dist.get_rank()
     assert "".join(log) == "F" * warmup + "FB" * (6 - warmup) + "B" * warmup, f"not 1F1B: {log}"
+    assert max(sends) <= 5, f"{max(sends)} messages are kept"
 
 
 def test_microbatches_run_in_1f1b_of_which_there_may_be_fewer_than_stages():
@@ -128,6 +135,7 @@ MUTANTS = [
     ("(zero or mesh.dp_rank == 0)", "mesh.dp_rank == 0", partial(norm, zero=1), "norms differ"),
     ("/ (mesh.dp * mesh.tp)", "/ mesh.dp", norm, "losses differ"),
     ("warmup = mesh.pp - 1", "warmup = mesh.pp - 2 + mesh.is_last", check_schedule, "not 1F1B"),
+    ("(4 if turn < last_turn else 0)", "99", check_schedule, "messages are kept"),
     ("mesh.dp_rank, mesh.dp)", "0, mesh.dp)", norm, "losses differ"),
     ("/ n_microbatches", "", norm, "losses differ"),
     ("self.grad /= self.mesh.dp", "pass", norm, "norms differ"),
