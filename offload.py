@@ -1,26 +1,28 @@
-"""Offload: as zero2.py, with the optimizer in the host's memory; with --params, as zero3.py, the weights too.
+"""Offload: zero2.py's technique with the optimizer on the host; with --params zero3.py's, the weights too.
 
 Idea
-    An optimizer reads its states once a step: slower memory will do. A block's gradients leave for the host
-    once they are reduced, the host steps this rank's shard, and new weights come back (ZeRO-Offload, arXiv
-    2101.06840, section 4). With --params a block is on the device only while in use, uploaded one ahead.
+    An optimizer reads its states once a step: the host's memory will do, behind a slow link. A block's
+    gradients are reduced and copied to the host, whose CPU steps this rank's 1/N; the new weights are copied
+    back and all-gathered (ZeRO-Offload, arXiv 2101.06840, section 4). With --params a block is on the device
+    only while in use. The phases are named as in zero3.py; the code is another: threads wait for the copies.
 
 Memory (bytes of a rank's device, and its host; P parameters, U in a block, E in none; N ranks)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
-    parameters    w(E+2U)                with --params
-    gradients     wmax(2E,E+2U,3U)       two copies, to send and to receive, and those of the next unit
-    host          (K+2m+w+c/2)P/N        K moments, AdamW 2m; m max(w, 4); c 4 in bf16, with masters, else 0
+    parameters    w(E+2U)                with --params: the root (all else), the block in use, the next one
+    gradients     wmax(2E,E+2U,3U)       one unit's twice, as sent and as received, while the next one's form
+    host          (K+2m+w+c/2)P/N        moments; masters and .grad; received gradients; in bf16 the weights
+    K moments, AdamW 2m; m max(w, 4); c 4 in bf16, else 0.
 
-Communication (two threads wait for copies; the host's steps wait for the norm, as clipping needs it)
-    compute | forward 1 | forward 2 | backward 2 | backward 1 |        |        |        | forward 1
-       link |           |           |            | 2 down     | 1 down |        | 1 up   | 2 up
-       host |           |           |            |      add 2 |  add 1 | step 1 | step 2 |
+Communication (a row is a thread; with --params block 2 goes up in forward 1, and block 1 in backward 2)
+      main | forward 1 | forward 2 | backward 2 | backward 1    | norm        |        |        | forward 1
+    upload |           |           |            | reduce 2      | reduce 1    |        | 1 up   | 2 up
+      host |           |           |            |   2 down, add | 1 down, add | step 1 | step 2 |
 
 Costs (bytes that a rank sends over its link down and up, and in a ring, in a step of k microbatches)
     down          kwP/N
     up            wP/N
-    up            kw(2P-E-2U)/N          with --params: the last two units stay for their backward
-    all-to-all    kwP(N-1)/N             and a sum, which is a reduce-scatter
+    up            kw(2P-E-2U)/N          with --params: the last two blocks stay for their backward
+    all-to-all    kwP(N-1)/N             with a sum a reduce-scatter; bf16 is rounded once
     all-gather    wP(N-1)/N
     all-gather    kw(2P-E-2U)(N-1)/N     with --params
 
@@ -33,6 +35,7 @@ Left out
 """
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -52,161 +55,162 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
 
 
 class Offload:
-    """Of a module on the CPU, equal on all ranks, each of `blocks` is a unit; all else is one, the root."""
+    """Wraps a module on the CPU, equal on all ranks. Each of `blocks` is a unit, all else one, the root."""
 
-    def __init__(self, module, blocks, device, params, gbps, new_optimizer):
+    def __init__(self, module, blocks, device, offload_params, link_gbps, new_optimizer):
         self.module = module
         self.device = device
+        self.offload_params = offload_params
         self.new_optimizer = new_optimizer
-        self.params = params
-        self.down = Lane("down", device, gbps)
-        self.up = Lane("up", device, gbps)
-        if self.down.stream:  # nothing hides the host's step, for which torchrun gives it one thread
-            self.down.submit(torch.set_num_threads, os.cpu_count() // torch.cuda.device_count() or 1)
-        in_blocks = set(blocks.parameters())
+        self.host = Worker("host", device, link_gbps)  # copies gradients down, and steps
+        self.uploader = Worker("upload", device, link_gbps)  # and launches collectives, in one order
+        self.reduce_job = None  # of the unit in flight
+        if self.host.stream:  # torchrun leaves a rank one CPU thread, too few for the optimizer
+            self.host.submit(torch.set_num_threads, os.cpu_count() // torch.cuda.device_count() or 1)
+        in_blocks = set(blocks.parameters())  # the root, unit 0, has the others
         self.units = []
         for i, submodule in enumerate([module, *blocks]):
             weights = [weight for weight in submodule.parameters() if i or weight not in in_blocks]
             self.units.append(Unit(self, weights))
-            submodule.register_forward_pre_hook(partial(self._fetch, i, 1))
+            submodule.register_forward_pre_hook(partial(self._unshard_from, i, 1))
             if i > 0:
-                submodule.register_full_backward_pre_hook(partial(self._fetch, i, -1))
-            if params and 0 < i < len(blocks) - 1:  # backward begins with the last two
-                submodule.register_forward_hook(self.units[i].drop)
-        self.sent = self.units[0].stepped
+                submodule.register_full_backward_pre_hook(partial(self._unshard_from, i, -1))
+            if offload_params and 0 < i < len(blocks) - 1:  # backward begins with the last two
+                submodule.register_forward_hook(self.units[i].reshard)
 
-    def _fetch(self, i, direction, *_):  # direction: 1, or -1 in backward
-        unit, *later = self.units[i::direction]
-        unit.fetch()
-        unit.fetched.result()
-        if self.up.stream:
-            torch.cuda.current_stream().wait_stream(self.up.stream)
-        for other in later[:1]:
-            other.fetch()
+    def _unshard_from(self, i, direction, *_):
+        """Wait for a unit's weights, and prefetch those of the next one in this direction (1 or -1)."""
+        for unit in self.units[i::direction][:2]:
+            unit.unshard()
+        self.units[i].upload_job.result()
+        if self.uploader.stream:  # the GPU may not have done yet what the job launched
+            torch.cuda.current_stream().wait_stream(self.uploader.stream)
 
     def step(self, max_norm):
-        """Step with gradients clipped to a norm of max_norm at most. Returns the norm of before."""
+        """Step with gradients clipped to a norm of max_norm at most. Returns the norm before clipping."""
         square = 0
         for i, unit in enumerate(self.units):
-            if not unit.landed:
+            if not unit.reduce_job:
                 raise RuntimeError(f"unit {i} (0: the root) has weights without gradient: all must have one")
-            square += unit.landed.result()
+            square += unit.reduce_job.result()  # of all, before any is stepped: clipping needs their norm
         norm = torch.full((), square, dtype=torch.float64, device=self.device)
-        dist.all_reduce(norm)
+        dist.all_reduce(norm)  # the uploader is idle
         norm.sqrt_()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1).item()
         for unit in self.units:
-            unit.stepped = self.down.submit(unit.step, scale)
-            unit.landed = unit.fetched = None  # these weights are old
+            unit.step_job = self.host.submit(unit.step, scale)
+            unit.reduce_job = unit.upload_job = None  # the weights on the device are old
         return norm
 
     def full_state_dict(self):
         """The plain module's; its weights are on the CPU until the next forward. All ranks must call it."""
         for i, unit in enumerate(self.units):
-            self._fetch(i, 1)
+            self._unshard_from(i, 1)
             vector_to_parameters(unit.flat_param.clone().cpu(), unit.weights)
-            unit.drop()
+            unit.reshard()
         return self.module.state_dict()
 
 
-class Unit:  # weights: on the device a flat vector, on the host 1/N; keep, land, step run there, in `down`
+class Unit:  # weights: on the device one flat vector, on the host this rank's 1/N of it, with its optimizer
     def __init__(self, offload, weights):
         self.offload = offload
         self.weights = weights
         size = sum(map(torch.numel, weights))
         self.padding = -size % dist.get_world_size()
-        self.flat_param = torch.empty(size + self.padding, dtype=weights[0].dtype, device=offload.device)
-        self.own = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's part
-        self.stepped = offload.down.submit(self.keep)
-        self.stepped.result()
-        self.drop()
-        self.landed = None  # where the square of its gradients' norm will be
+        self.flat_param = weights[0].new_empty(size + self.padding, device=offload.device)
+        self.part = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's
+        self.step_job = offload.host.submit(self.init_host_state)
+        self.step_job.result()  # it has read the weights, which unshard() makes views
+        self.reduce_job = None  # returns the square of the norm of its gradients
+        self.reshard()
         for weight in weights:
-            weight.register_post_accumulate_grad_hook(self.collect)
+            weight.register_post_accumulate_grad_hook(self.start_reduce)
 
-    def keep(self):
-        flat = F.pad(parameters_to_vector(self.weights).data, (0, self.padding))
-        own = flat.view(-1, len(self.own))[dist.get_rank()]
-        pinned = self.own.is_cuda
-        self.shard = torch.empty_like(own, pin_memory=pinned).copy_(own)
-        self.landing = torch.empty_like(own, pin_memory=pinned)
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        self.master = nn.Parameter(self.shard.to(wide))
+    def init_host_state(self):  # in the host's thread: what it makes is in the host's memory
+        flat = F.pad(parameters_to_vector(self.weights).detach(), (0, self.padding))
+        part = flat.view(-1, len(self.part))[dist.get_rank()]
+        pinned = self.part.is_cuda
+        self.shard = torch.empty_like(part, pin_memory=pinned).copy_(part)  # to upload
+        self.host_grad = torch.empty_like(part, pin_memory=pinned)  # of a microbatch
+        wide = torch.promote_types(part.dtype, torch.float32)
+        self.master = nn.Parameter(self.shard.to(wide))  # in bf16 a copy, else the memory of shard itself
         self.master.grad = torch.zeros_like(self.master)
         self.optimizer = self.offload.new_optimizer([self.master])
 
-    def fetch(self):
-        if not self.fetched:  # nor on the way
+    def unshard(self):
+        """Start to upload and all-gather the weights, if they are not here or on their way."""
+        if not self.upload_job:
             self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
-            vector_to_parameters(self.flat_param, self.weights)  # which are now parts of it
-            self.fetched = self.offload.up.submit(self.bring)
+            vector_to_parameters(self.flat_param, self.weights)  # makes each .data a view of flat_param
+            self.upload_job = self.offload.uploader.submit(self.upload)
 
-    def bring(self):  # in the thread `up`
-        self.stepped.result()
-        self.offload.up.copy(self.own, self.shard)
-        all_gather(self.flat_param, self.own)
+    def upload(self):  # in the uploader's thread
+        self.step_job.result()
+        self.offload.uploader.copy(self.part, self.shard)
+        all_gather(self.flat_param, self.part)
 
-    def drop(self, *_):
-        self.fetched = None
-        self.flat_param.untyped_storage().resize_(0)
+    def reshard(self, *_):
+        self.upload_job = None
+        self.flat_param.untyped_storage().resize_(0)  # what autograd saved of it is valid once it is refilled
 
-    def collect(self, _):
+    def start_reduce(self, _):
+        self.reduce_job = None
         if any(weight.grad is None for weight in self.weights):
-            self.landed = None
-            return  # and wait for the other gradients
+            return  # some are still to come
         offload = self.offload
-        offload.sent.result()  # one unit's gradients at a time are on their way
-        if offload.params:
-            self.drop()
-        flat = parameters_to_vector([weight.grad for weight in self.weights])
+        if offload.reduce_job:
+            offload.reduce_job.result()  # one unit in flight: over a slow link gradients would pile up
+        if offload.offload_params:
+            self.reshard()
+        padding = self.flat_param.new_zeros(self.padding)
+        flat_grad = parameters_to_vector([*(weight.grad for weight in self.weights), padding])
         for weight in self.weights:
             weight.grad = None
-        if self.padding:
-            flat = F.pad(flat, (0, self.padding))
-        received = torch.empty_like(flat)
-        start = partial(dist.all_to_all_single, received, flat, async_op=True)  # with a sum a reduce-scatter
-        work = offload.up.submit(start)  # whose collectives have one order, the same on all ranks
-        self.landed = offload.sent = offload.down.submit(self.land, flat, received, work)
+        received = torch.empty_like(flat_grad)
+        start = partial(dist.all_to_all_single, received, flat_grad, async_op=True)  # N rows, to be summed
+        start_job = offload.uploader.submit(start)
+        job = offload.host.submit(self.finish_reduce, flat_grad, received, start_job)
+        self.reduce_job = offload.reduce_job = job
 
-    def land(self, flat, received, work):
-        work.result().wait()
-        total = flat[: len(self.own)]  # needs no more memory
+    def finish_reduce(self, flat_grad, received, start_job):  # in the host's thread
+        start_job.result().wait()
+        total = flat_grad[: len(self.part)]  # the sum overwrites what was sent
         torch.sum(received.view(-1, len(total)), 0, out=total)
-        self.offload.down.copy(self.landing, total)
-        for tensor in flat, received:
+        self.offload.host.copy(self.host_grad, total)
+        for tensor in flat_grad, received:  # whose last use, the copy, has ended
             tensor.untyped_storage().resize_(0)  # a thread may hold the tensor a little longer
-        self.master.grad += self.landing
-        return self.master.grad.norm().item() ** 2  # so far
+        self.master.grad.add_(self.host_grad, alpha=1 / dist.get_world_size())  # for we want the ranks' mean
+        return self.master.grad.norm().item() ** 2  # of the microbatches so far: step() takes the last
 
-    def step(self, scale):
+    def step(self, scale):  # in the host's thread
         self.master.grad *= scale
         self.optimizer.step()
         self.master.grad.zero_()
-        self.shard.copy_(self.master.data)  # in bf16; else they are the same memory
+        self.shard.copy_(self.master.data)
 
 
-class Lane:  # a thread, and on a GPU a stream, for a job at a time; it copies 10^9 gbps bits a second at most
-    def __init__(self, name, device, gbps):
+class Worker:  # a thread, and on a GPU a stream, that does one job after another
+    def __init__(self, name, device, link_gbps):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1, name, torch.cuda.set_stream, (self.stream,))  # None: no change
-        self.gbps = gbps
+        self.link_gbps = link_gbps
 
     def submit(self, job, *args):
         if self.stream:  # the job may use what has been computed so far
             self.stream.wait_stream(torch.cuda.current_stream())
         return self.thread.submit(job, *args)
 
-    def copy(self, target, source):  # and wait for it
-        ends = time.perf_counter() + 8e-9 * source.nbytes / self.gbps
+    def copy(self, target, source):  # in a job; slowed to link_gbps gigabits a second
+        ends = time.perf_counter() + 8e-9 * source.nbytes / self.link_gbps
         target.copy_(source)
         time.sleep(max(0, ends - time.perf_counter()))
 
 
-class PlayedDevice(TorchDispatchMode):  # by a CPU: it holds what this thread makes, and reads no other floats
+class SimulatedDevice(TorchDispatchMode):  # a CPU plays it: it holds what this thread makes
     def __init__(self, megabytes):
         super().__init__()
         self.megabytes = megabytes
@@ -214,9 +218,6 @@ class PlayedDevice(TorchDispatchMode):  # by a CPU: it holds what this thread ma
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in filter(torch.is_tensor, tree_leaves(args)):
-            known = tensor.untyped_storage() in self.storages
-            assert known or not tensor.is_floating_point(), f"{function} reads the host's memory"
         for tensor in filter(torch.is_tensor, tree_leaves(result)):
             self.storages.add(tensor.untyped_storage())
         if sum(map(torch.UntypedStorage.nbytes, self.storages)) > 1e6 * self.megabytes:
@@ -225,27 +226,28 @@ class PlayedDevice(TorchDispatchMode):  # by a CPU: it holds what this thread ma
 
 
 def train(config):
-    if config.device_mb < math.inf:
+    simulated = config.device_mb < math.inf
+    if simulated:
         if config.device == "cuda":
             refuse("--device cuda --device-mb: only a CPU plays a device")
         config.device = "cpu"
     device, text = set_up(config, f" | params {config.params} | link {config.link_gbps:g} Gbit/s")
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    model = GPT(config).to(DTYPES[config.dtype])
-    with PlayedDevice(config.device_mb) if device.type == "cpu" else torch.cuda.device(device):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = GPT(config).to(DTYPES[config.dtype])  # on the host
+    with SimulatedDevice(config.device_mb) if simulated else contextlib.nullcontext():
         new_optimizer = partial(OPTIMIZERS[config.optim], lr=config.lr, fused=True)
         offload = Offload(model, model.blocks, device, config.params, config.link_gbps, new_optimizer)
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             loss = 0
             for inputs, targets in microbatches(config, text, step, device, rank, world_size):
-                microloss = mean_loss(model(inputs), targets) / config.accum / world_size
-                microloss.backward()  # gradients add up over microbatches and ranks: hence the divisions
+                # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+                microloss = mean_loss(model(inputs), targets) / config.accum
+                microloss.backward()
                 loss += microloss.detach()
             grad_norm = offload.step(config.clip)
             dist.all_reduce(loss)
-            print_step(config, step, loss, grad_norm, started)
+            print_step(config, step, loss / world_size, grad_norm, started)
     if config.save:
         state_dict = offload.full_state_dict()
         if rank == 0:
@@ -255,10 +257,9 @@ def train(config):
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
-    add = own.add_argument
-    add("--params", action="store_true", help="the host keeps the weights, too")
-    add("--device-mb", type=float, default=math.inf, help="10^6 bytes of a device that a CPU plays")
-    add("--link-gbps", type=float, default=math.inf, help="10^9 bits a second, each way")
+    own.add_argument("--params", action="store_true", help="the host keeps the weights, too")
+    own.add_argument("--device-mb", type=float, default=math.inf, help="10^6 bytes; a CPU plays the device")
+    own.add_argument("--link-gbps", type=float, default=math.inf, help="10^9 bits a second, each way")
     return read_flags(arguments, own, device_mb=(0, math.inf), link_gbps=(1e-9, math.inf))
 
 

@@ -32,7 +32,7 @@ def timed(function, note):
 
 
 def note_copy(started, ended, _):
-    way = threading.current_thread().name.split("_")[0]
+    way = {"host_0": "down", "upload_0": "up"}[threading.current_thread().name]
     rows[way].append((started, ended, COLORS["network"]))
 
 
@@ -57,9 +57,9 @@ def end(self, max_norm):
 
 step, offload.Offload.step = offload.Offload.step, end
 microbatches, offload.microbatches = offload.microbatches, begin
-offload.Lane.copy = timed(offload.Lane.copy, note_copy)
+offload.Worker.copy = timed(offload.Worker.copy, note_copy)
 offload.Unit.step = timed(offload.Unit.step, note_step)
-offload.Offload._fetch = timed(offload.Offload._fetch, note_turn)
+offload.Offload._unshard_from = timed(offload.Offload._unshard_from, note_turn)
 target, *flags = sys.argv[1:]
 offload.train(offload.parse([*flags, "--steps", "4"]))
 

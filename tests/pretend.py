@@ -240,7 +240,7 @@ class Gpu(TorchDispatchMode, Rank):
         lesson = super().load_lesson()
         if hasattr(lesson, "MoE"):
             lesson.MoE.all_gather_counts = partialmethod(even_counts, lesson.MoE.all_gather_counts)
-        if hasattr(lesson, "Lane"):  # weights that move between host and GPU
+        if hasattr(lesson, "Offload"):  # weights that move between host and GPU
             lesson.GPT = partial(born_on_gpu, lesson.GPT)
         return lesson
 

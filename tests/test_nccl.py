@@ -77,7 +77,7 @@ def on_gpu(path, size, rank, accum, flags, main=None):
     waits = Counter()
     for (step, thread, why, where), times in gpu.waits.items():
         key = why, where.split()[1]
-        if not thread.startswith(("up", "down")) and (step == 1 or (step == 0 and both and key in expected)):
+        if not thread.startswith(("up", "host")) and (step == 1 or (step == 0 and both and key in expected)):
             waits[key] += times
     expected += expected if both else {}
     assert waits == expected or main, f"the host waits {waits}, not {expected}"
@@ -193,9 +193,9 @@ ON_GPU = [
     ("zero_r", "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", LATE),
     ("zero_r", "        work.wait()\n", "", USES),
     ("zero_r", "            work = all_gather(flat", "        work = all_gather(flat", LAUNCHES),
-    ("offload", "torch.cuda.current_stream().wait_stream(self.up.stream)", "pass", USES),
+    ("offload", "torch.cuda.current_stream().wait_stream(self.uploader.stream)", "pass", USES),
     ("offload", "self.stream.wait_stream(torch.cuda.current_stream())", "pass", LATE),
-    ("offload", "work.result().wait()", "work.result()", USES),
+    ("offload", "start_job.result().wait()", "start_job.result()", USES),
     ("pipeline", "        work.wait()\n        return", "        return", USES),
     ("zero_bubble", "        work.wait()\n        return", "        return", USES),
     ("parallel_3d", "        self.work.wait()\n", "", USES),

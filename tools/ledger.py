@@ -13,7 +13,7 @@ Activations are what else the step made, in floating point, and holds when a bac
 sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S(N-1)/N in an all-reduce,
 S(N-1)/N in a reduce-scatter, all-gather or all-to-all, S in a send; none for a single number. An all-to-all
 that does the work of a reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
-of these names, between a device and its host, whose memory is what "down" makes.
+"host" and "upload", between a device and its host, whose memory is what these make.
 
 With --ranks, one of so many ranks is simulated, without the others or data: shapes and bytes are the code's.
 --trace writes a Chrome trace of each rank's third step. A formula is a line `name  formula` in the docstring:
@@ -261,7 +261,7 @@ def main():
     for problem in find_problems(given):
         refuse(problem)
     lesson = load(given.lesson)
-    if given.ranks and {"MoE", "Lane", "ShardedOptimizer"} & vars(lesson).keys():
+    if given.ranks and {"MoE", "Offload", "ShardedOptimizer"} & vars(lesson).keys():
         refuse(f"--ranks {given.ranks}: {given.lesson} needs values, or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])

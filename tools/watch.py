@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
 COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
 AXES = ("tensor", "pipeline", "tie", "data")  # groups of a mesh, of which all bytes are counted together
-LINKS = {"down_0": "down", "up_0": "up"}  # threads between device and host; what "down" makes is the host's
+LINKS = {"host_0": "down", "upload_0": "up"}  # threads of offload.py; what they make is the host's
 COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
 
 
