@@ -35,6 +35,7 @@ FORK.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn", "
 
 def serve(rank, size, store, pipe):
     """A rank: run what comes through the pipe until None comes."""
+    gc.freeze()  # all that the fork has brought: collections of each rank would copy its pages
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     sleep = time.sleep
