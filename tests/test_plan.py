@@ -151,7 +151,7 @@ HOW = [("--precision mixed", "--precision fp32"), ("", "--sequence-parallel", "-
 HOW += [("--recompute none", "--recompute selective", "--recompute full")]
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @hypothesis.given(draw=st.randoms())
 def test_rows_are_of_the_legal_meshes_and_their_fullest_stages(draw):
     up_to = partial(draw.randint, 1)
