@@ -205,7 +205,7 @@ def train(config):
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
         if config.noise_scale and rank == 0:
-            print(f"noise scale {noise[0] / noise[1]:.1f} sequences")  # of moving averages
+            print(f"noise scale {(noise[0] / noise[1]).item():.1f} sequences")  # for which the host waits
         optimizer.step()
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)
@@ -217,7 +217,7 @@ def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--train", action="store_true", help="train with ring_all_reduce")
-    own.add_argument("--noise-scale", action="store_true", help="train, and print the gradient noise scale")
+    own.add_argument("--noise-scale", action="store_true", help="train, print the gradient noise scale")
     own.add_argument("--megabytes", type=float, default=20, help="the largest size without --train")
     return read_flags(arguments, own, megabytes=(0, 1e6))
 

@@ -41,6 +41,7 @@ ALONE = ("single", "dp_threads", "dp_async")
 # How often the host waits for the GPU in a step of k microbatches: {(why, where): times}.
 WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
 NAMED = {
+    "collectives --noise-scale": {("item", "train()"): 1},
     "dp_async": {("copy", "microbatches()"): 2, ("item", "train_share()"): 2, ("item", "print_step()"): 1},
     "expert_parallel": {("copy", "all_gather_counts()"): "k"},
     "offload": {("item", "step()"): 1},
