@@ -10,8 +10,8 @@ import torch.distributed as dist
 from test_all import check_ledger, check_parity
 from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, train, world
 
-MESHES = ["1 1 1 0", "2 1 2 0", "2 2 1 0", "4 1 4 0", "4 4 1 0", "4 1 1 0", "8 2 2 0", "8 4 2 0", "8 2 4 0"]
-MESHES += ["4 2 2 1", "4 1 1 1", "4 2 1 1", "4 1 2 1", "8 2 2 1"]  # ranks, tp, pp, zero
+# ranks, tp, pp, zero; test_all.py has smaller worlds
+MESHES = ["4 1 4 0", "4 4 1 0", "4 1 1 0", "8 2 2 0", "8 4 2 0", "8 2 4 0", "4 2 2 1", "4 1 1 1", "8 2 2 1"]
 SHAPE = "--layers 9 --heads 8 --width 24 --vocab 257 --batch 16 --steps 2"
 
 
@@ -26,13 +26,12 @@ def test_every_mesh_trains_as_single_py(mesh):
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bytes_held_and_sent_along_each_axis_are_the_formulas(zero):
-    meshes = ("--tp 1 --pp 2", "--tp 1 --pp 1", "--tp 2 --pp 2", "--tp 4 --pp 1", "--tp 1 --pp 4")
-    for flags in meshes[: 2 if zero else 5]:  # the others have no data parallelism
+    for flags in ("--tp 1 --pp 1",) if zero else ("--tp 4 --pp 1", "--tp 1 --pp 4"):
         check_ledger("parallel_3d", 4, f"--layers 5 {flags} --zero {zero} --accum 3")
     check_ledger("parallel_3d", 8, f"--layers 5 --tp 2 --pp 2 --zero {zero} --accum 3")
 
 
-@pytest.mark.parametrize("tp, pp", [(2, 2), (1, 2), (1, 4), (2, 4), (4, 2)])
+@pytest.mark.parametrize("tp, pp", [(2, 2), (1, 4), (4, 2)])
 def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
     plan, flags = load("plan"), f"--layers 4 --heads 8 --width 48 --batch 16 --accum 2 --tp {tp} --pp {pp}"
     result, weights = train("parallel_3d", 8, f"{TINY} {flags} --vocab 257", watched=True)

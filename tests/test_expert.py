@@ -61,7 +61,7 @@ def check_layer(name, ep=4, top_k=2, capacity_factor=math.inf):
 
 
 @pytest.mark.parametrize("top_k, capacity_factor", [(k, c) for k in (1, 2, 3) for c in (math.inf, 1.0)])
-@pytest.mark.parametrize("size, ep", [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("size, ep", [(1, 1), (3, 3), (4, 2), (4, 1)])
 def test_a_mixture_is_that_of_one_device(size, ep, top_k, capacity_factor):
     idle, zeros, dropped = check_layer("expert_parallel", ep, top_k, capacity_factor, size=size)[0]
     assert (dropped > 0) == (capacity_factor == 1.0 and size > 1) or size == 1
@@ -129,7 +129,9 @@ def printed(name, flags):
     return re.findall(r"loss (\S+)", out), [[eval(x) for x in row] for row in rows]
 
 
-@pytest.mark.parametrize("flags", ["--balance bias", f"{TINY} --lr 0.003 --capacity-factor 1 --balance 1"])
+@pytest.mark.parametrize(
+    "flags", ["--layers 3 --balance bias", f"{TINY} --lr 0.003 --capacity-factor 1 --balance 1"]
+)
 def test_after_60_steps_maxvio_is_at_most_a_third_and_fewer_tokens_are_dropped(flags):
     runs = [f"{flags} --steps 60", f"{flags} --steps 60 --balance 0"]
     runs = [world(1).run(printed, "expert_parallel", each)[0][1] for each in runs]
