@@ -76,7 +76,7 @@ class Gpu(TorchDispatchMode, Rank):
         self.waits = Counter()  # {(step, thread, why, where): how often the host waits for the GPU}
 
     def hold(self, kept, rule):
-        """If it is not kept, fail at the step's end: autograd's C++ loses what a hook raises on such a device."""
+        """If not, fail at the step's end: autograd's C++ loses what a hook raises on such a device."""
         if not kept:
             self.broken.append(rule)
 

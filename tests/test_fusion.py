@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from test_all import check_parity, optimizers_made
-from tests.harness import TINY, holds, load, mutants, train, world
+from tests.harness import TINY, holds, load, mutants, world
 
 SIZES = (1, 5, 127, 128, 129, 300)  # tokens: less than a tile, a whole one, a partial last one
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -86,11 +86,6 @@ def test_so_is_training_with_any_part_plain(part):
     check_parity("fusion", 2, "--accum 3", f"--plain {part}")
     made, _ = world(2).run(optimizers_made, "fusion", f"{TINY} --plain {part}")
     assert ("fused" in made[0]) == ("optimizer" not in part), "another optimizer"
-
-
-def test_many_tiles_and_chunks_train_as_one():
-    flags = f"{TINY} --context 300 --batch 4 --dtype fp64"
-    close(train("fusion", 1, flags)[0]["losses"], train("single", 1, flags)[0]["losses"])
 
 
 test_a_fused_part_is_the_plain_one_in_less_memory = holds(
