@@ -99,11 +99,6 @@ def check_schedule(name):
     assert "".join(log) == "F" * warmup + "FB" * (6 - warmup) + "B" * warmup, f"not 1F1B: {log}"
 
 
-def test_microbatches_run_in_1f1b_of_which_there_may_be_fewer_than_stages():
-    check_schedule("parallel_3d")
-    check_mesh("parallel_3d", 4, 1, 4, flags="--accum 1")
-
-
 def groups_of(shape):
     """On a rank: the ranks of its pipeline, data, tensor and tie groups."""
     mesh = load("parallel_3d").Mesh(np.arange(8).reshape(shape))
@@ -117,7 +112,9 @@ def test_tensor_ranks_are_neighbours_and_stages_farthest_apart():
     assert ties == [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]]
 
 
-test_each_promise_is_kept = holds("parallel_3d", check_overlap, check_rare)
+fewer_microbatches_than_stages = partial(check_mesh, size=4, tp=1, pp=4, flags="--accum 1")
+CHECKS = check_overlap, check_rare, check_schedule, fewer_microbatches_than_stages
+test_each_promise_is_kept = holds("parallel_3d", *CHECKS)
 norm = partial(check_mesh, flags="--accum 2 --steps 1")
 MUTANTS = [
     ("dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)", "pass", norm, "norms differ"),

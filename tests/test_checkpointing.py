@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint as torchs
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness import TINY, error_of, holds, load, mutants, on_ranks, world
 
@@ -133,28 +133,20 @@ def check_beside_torch(name):
 
 
 def check_kept(name):
-    """Numbers kept and FLOPs of 3 blocks and the loss, from what each block keeps and recomputes."""
+    """Numbers kept of 3 blocks and the loss, from what each block keeps."""
     tokens, width, heads, context, vocab = 6 * 16, 36, 12, 16, 256
     u = tokens * width
     after = 2 * u + 2 * tokens + vocab * tokens
     flash = 16 * u + 4 * tokens + heads * tokens
     unfused = 16 * u + 4 * tokens + heads * tokens * context
-    products = 2 * tokens * 8 * width**2  # all but a block's last
-    scores = 2 * 2 * tokens * context * width
-    counted = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
-    )  # from torch 2.15 on
-    plain = {kernel: world(1).run(run_of, name, "--policy none", kernel)[0][3] for kernel in KERNELS}
-    for kernel, flags, kept, recomputed in (
-        ("flash", "--policy full --every 2", 2 * u + flash, 2 * (products + counted * scores)),
-        ("unfused", "--policy none", 3 * unfused, 0),
-        ("unfused", "--policy selective", 27 * u, 3 * scores),
+    for kernel, flags, kept in (
+        ("flash", "--policy full --every 2", 2 * u + flash),
+        ("unfused", "--policy none", 3 * unfused),
+        ("unfused", "--policy selective", 27 * u),
     ):
-        activations, _, _, flops = world(1).run(run_of, name, flags, kernel)[0]
+        activations, *_ = world(1).run(run_of, name, flags, kernel)[0]
         more = activations - 4 * (kept + after)
         assert 0 <= more <= 16, f"{kernel} {flags}: {more:+} bytes from what should be kept"
-        more = flops - plain[kernel] - recomputed
-        assert more == 0, f"{kernel} {flags}: {more:+} FLOPs from what should be recomputed"
 
 
 @on_ranks(3)
