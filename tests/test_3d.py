@@ -1,4 +1,4 @@
-"""What is special to parallel_3d.py: every mesh is single.py, who sends what along which axis, and when."""
+"""What is special to parallel_3d.py: every mesh trains alike, who sends what along which axis, and when."""
 
 from functools import partial
 

@@ -121,24 +121,26 @@ def check_kills(name):
 KILLED = """import os, resume
 def print_step(config, step, *args, print_step=resume.print_step):
     print_step(config, step, *args)
-    if step == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        (config.checkpoint / "draft-00000999").mkdir()  # as if during a save
+    if os.environ["RANK"] == "1" and step == 7 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+        (config.checkpoint / f"draft-{step}").mkdir()  # as if during a save
         os.kill(os.getpid(), 9)
 resume.print_step = print_step
 resume.train(resume.parse())
 """
 
 
-def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(tmp_path):
+def test_a_killed_rank_ends_the_job_is_named_and_costs_the_steps_since_the_newest_checkpoint(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
-    flags = f"{FLAGS} --steps 9 --every 3 --checkpoint {tmp_path}/c --save {tmp_path}/weights.pt".split()
+    flags = f"{FLAGS} --steps 9 --every 3 --checkpoint {tmp_path}/c"
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *TORCHRUN, str(tmp_path / "killed.py"), *flags]
-    job = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert job.returncode == 0 and job.stdout.count("step  1/9") == job.stdout.count("step  9/9") == 1
+    command = [sys.executable, *TORCHRUN, str(tmp_path / "killed.py"), *flags.split()]
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert job.returncode != 0 and "Signal 9 (SIGKILL)" in job.stderr
+    assert job.stdout.count("step  1/9") == 1 and not (tmp_path / "c/draft-7").exists(), "did not go on"
+    assert (tmp_path / "c/draft-8").exists(), "was not killed again"
+    _, own = train("resume", 2, flags)
     check_kept(tmp_path / "c", 6, 9)
-    _, weights = train("single", 1, f"{FLAGS} --steps 9")
-    assert apart(torch.load(tmp_path / "weights.pt"), weights) < 1e-9
+    assert apart(own, train("single", 1, f"{FLAGS} --steps 9")[1]) < 1e-9
 
 
 def tweaked(tweak, name, flags):
