@@ -190,13 +190,9 @@ class Replay:
         return all(self.there[key].keys() >= ranks for key, ranks, _ in operation.meets)
 
     def __str__(self):
-        """The lines at which each rank waits."""
-        texts = []
-        for rank, streams in enumerate(self.streams):
-            events = [operations[0].event for operations in streams.values()] + list(self.events[rank])[:1]
-            lines = " and ".join(event.where for event in events if event)
-            texts.append(f"rank {rank} at {lines or 'its end'}")
-        return "; ".join(texts)
+        """The line at which each rank's host waits."""
+        lines = [events[0].where if events else "its end" for events in self.events]
+        return ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
 
 
 def replay(path, size, flags, main=None):

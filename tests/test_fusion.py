@@ -88,9 +88,8 @@ def test_so_is_training_with_any_part_plain(part):
     assert ("fused" in made[0]) == ("optimizer" not in part), "another optimizer"
 
 
-test_a_fused_part_is_the_plain_one_in_less_memory = holds(
-    "fusion", check_softmax, check_attention, check_loss, check_memory
-)
+CHECKS = check_softmax, check_attention, check_loss, check_memory
+test_a_fused_part_is_the_plain_one_in_less_memory = holds("fusion", *CHECKS)
 MUTANTS = [
     ("weighted * correction + weights", "weighted + weights", check_attention, "another output"),
     ("total = total * correction +", "total = total +", check_softmax, "another softmax"),
