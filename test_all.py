@@ -70,7 +70,7 @@ def cells(*rows):
     """For every lesson (name, size, flags) of these rows, with its largest world for one that it has not."""
     every = {}
     for each, (size, flags) in itertools.product(LESSONS, rows):
-        every[each.name, min(size, each.worlds[-1]), f"{flags} {each.flags}"] = None
+        every[each.name, min(size, each.worlds[-1]), f"{flags} {each.flags}".strip()] = None
     return pytest.mark.parametrize("name, size, flags", every)
 
 
