@@ -33,13 +33,13 @@ set_up() {
 case "${1:-}" in
 test)
     shift
-    set_up requirements-dev.txt "torch numpy pytest hypothesis matplotlib jinja2 markdown pygments playwright"
+    set_up requirements-dev.txt "torch numpy pytest matplotlib jinja2 markdown pygments playwright"
     lesson=${1:-} && lesson=${lesson%.py}
     if [[ " ${LESSONS[*]} " == *" $lesson "* ]]; then set -- --lesson "$lesson" "${@:2}"; fi
     exec "$python" -m pytest "$@"
     ;;
 fuzz)
-    set_up requirements-dev.txt "torch numpy pytest hypothesis"
+    set_up requirements-dev.txt "torch numpy pytest"
     FUZZ="${2:-$RANDOM} ${3:-200}" exec "$python" -m pytest --durations=0 -sq test_all.py -k random_flags
     ;;
 lint)

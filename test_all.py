@@ -1,13 +1,11 @@
 """The promises that every lesson keeps. What is special to one, and its mutants, is in tests/."""
 
 import ast
+import itertools
 import os
 import random
 import re
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,9 +33,9 @@ class Lesson:
     variants: tuple = ()
 
 
-BUCKETS = ("--no-overlap", "--bucket-cap-mb 0", "--bucket-cap-mb 0.02")
+BUCKETS = ("--no-overlap", "--bucket-cap-mb 0.02")
 SELECTIVE = ("--policy none", "--policy selective")
-AHEAD = ("--prefetch 0", "--prefetch 2", "--prefetch 7", "--no-reshard")
+AHEAD = ("--prefetch 0", "--prefetch 7", "--no-reshard")
 BAD_RINGS = ("--cp 3", "--context 15", "--order zigzag --kind ulysses")
 BAD_STAGES = ("--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")
 
@@ -66,10 +64,14 @@ LESSONS = [
 NAMES = [lesson.name for lesson in LESSONS]
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
 every_parallel_lesson = pytest.mark.parametrize("lesson", LESSONS[1:], ids=NAMES[1:])
-WORLDS = [(lesson, size) for lesson in LESSONS for size in lesson.worlds]
-every_world = pytest.mark.parametrize(
-    "lesson, size", WORLDS, ids=[f"{lesson.name}-{size}" for lesson, size in WORLDS]
-)
+
+
+def cells(*rows):
+    """For every lesson (name, size, flags) of these rows, with its largest world for one that it has not."""
+    every = {}
+    for each, (size, flags) in itertools.product(LESSONS, rows):
+        every[each.name, min(size, each.worlds[-1]), f"{flags} {each.flags}".strip()] = None
+    return pytest.mark.parametrize("name, size, flags", every)
 
 
 # ---- the same numbers everywhere ----
@@ -91,16 +93,12 @@ def check_parity(name, size=2, flags="--accum 3", own_flags=""):
     assert apart(own, weights) < 1e-9, "weights differ"
 
 
-@pytest.mark.parametrize("flags", ["--accum 1 --optim sgd", "--accum 3 --optim adamw"])
-@every_world
-def test_losses_norms_and_weights_are_single_pys(lesson, size, flags):
-    check_parity(lesson.name, size, f"{flags} {lesson.flags}")
+SGD = "--accum 3 --optim sgd --clip inf"
 
 
-@pytest.mark.parametrize("flags", ["--accum 1 --optim adamw", "--accum 3 --optim sgd --clip inf"])
-@every_lesson
-def test_so_they_are_with_the_other_optimizer_and_without_clipping(lesson, flags):
-    check_parity(lesson.name, min(2, lesson.worlds[-1]), f"{flags} {lesson.flags}")
+@cells((1, "--accum 3"), (2, "--optim sgd"), (2, SGD), (3, "--accum 3"), (4, "--accum 3"))
+def test_losses_norms_and_weights_are_single_pys(name, size, flags):
+    check_parity(name, size, flags)
 
 
 @every_parallel_lesson
@@ -113,7 +111,7 @@ def test_with_its_defaults_on_8_ranks_a_lesson_is_single_py_to_the_last_printed_
 
 def check_masters(name, size=2):
     """In bf16, steps too small for a bf16 weight add up in an fp32 copy of it."""
-    flags = f"{TINY} --steps 15 --lr 2e-5 --clip inf --batch 24 --accum 2"
+    flags = f"{TINY} --steps 8 --lr 2e-5 --clip inf --batch 24 --accum 2"
     _, start = oracle(name, f"{flags} --steps 1 --lr 0")
     _, plain = oracle(name, flags)
     _, weights = train(name, size, f"{flags} --dtype bf16")
@@ -216,15 +214,12 @@ def check_ledger(name, size=4, flags="--accum 3"):
         assert abs(more) <= most, f"{part}: sent {more:+.0f} bytes from the formula"
 
 
-@every_world
-def test_bytes_held_and_sent_are_the_docstrings_formulas(lesson, size):
-    check_ledger(lesson.name, size, f"--accum 3 {lesson.flags}")
+FP64 = "--dtype fp64 --optim sgd"
 
 
-@pytest.mark.parametrize("flags", ["--dtype bf16", "--dtype fp64 --optim sgd"])
-@every_lesson
-def test_so_they_are_in_other_dtypes(lesson, flags):
-    check_ledger(lesson.name, min(2, lesson.worlds[-1]), f"{flags} {lesson.flags}")
+@cells((1, "--accum 3"), (2, "--dtype bf16"), (2, FP64), (3, "--accum 3"), (4, "--accum 3"))
+def test_bytes_held_and_sent_are_the_docstrings_formulas(name, size, flags):
+    check_ledger(name, size, flags)
 
 
 VARIANTS = [(lesson.name, lesson.worlds[-1], flags) for lesson in LESSONS for flags in lesson.variants]
@@ -300,7 +295,7 @@ def draw(chance, folder):
 
 
 def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
-    seed, runs = os.environ.get("FUZZ", "0 200").split()
+    seed, runs = os.environ.get("FUZZ", "0 100").split()
     chance, trained = random.Random(seed), 0
     for i in range(int(runs)):
         folder = tmp_path / str(i)
@@ -323,22 +318,6 @@ def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
 def test_a_lesson_of_one_process_refuses_a_world_of_several(name):
     ((code, lines), _) = world(2).run(refused, name, TINY)
     assert code == 2 and "without torchrun" in lines[0]
-
-
-def test_a_killed_rank_ends_the_job_and_is_named():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(ROOT / "zero3.py")]
-    job = subprocess.Popen(
-        [*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    for line in job.stdout:
-        if line.startswith("step  3"):
-            break
-    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
-    started = time.monotonic()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    output, _ = job.communicate(timeout=60)
-    assert job.returncode != 0 and "Signal 9 (SIGKILL)" in output
-    assert time.monotonic() - started < 30
 
 
 # ---- the house ----

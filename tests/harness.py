@@ -35,6 +35,7 @@ FORK.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn", "
 
 def serve(rank, size, store, pipe):
     """A rank: run what comes through the pipe until None comes."""
+    gc.freeze()  # all that the fork has brought: collections of each rank would copy its pages
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     sleep = time.sleep
@@ -73,7 +74,7 @@ class World:
             self.pipes.append(pipe)
             self.processes.append(process)
 
-    def run(self, function, *arguments, timeout=60):
+    def run(self, function, *arguments, timeout=200):
         """[function(*arguments) of rank 0, of rank 1, ...]. A failure on any rank ends this world."""
         for pipe in self.pipes:
             pipe.send((function, arguments))
@@ -195,7 +196,7 @@ def error_of(call):
     return "nothing"
 
 
-def on_ranks(size, timeout=60):
+def on_ranks(size, timeout=200):
     """Make a check of a function of a lesson's name that asserts on each of so many ranks."""
 
     def decorate(function):

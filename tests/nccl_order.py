@@ -115,7 +115,7 @@ class Replay:
                 self.host(rank)
                 self.gpu(rank)
         for rank in range(len(events)):
-            assert not self.events[rank] and not self.streams[rank], self.circle(rank)
+            assert not self.events[rank] and not self.streams[rank], f"ranks wait for one another: {self}"
 
     def meet(self, key, rank, looks, event):
         for other, (its, before) in self.there[key].items():
@@ -189,23 +189,10 @@ class Replay:
                 self.meet(key, rank, looks, event)
         return all(self.there[key].keys() >= ranks for key, ranks, _ in operation.meets)
 
-    def waits_for(self, rank):
-        """(line, rank that is not there) of all that this rank waits for."""
-        for event in list(self.events[rank])[:1]:
-            if event.does in ("makes", "asks"):
-                for other in event.stream[1] - self.there[event.stream].keys():
-                    yield event.where, other
-        for operations in self.streams[rank].values():
-            for key, ranks, _ in operations[0].meets if operations[0].started else ():
-                for other in ranks - self.there[key].keys():
-                    yield operations[0].event.where, other
-
-    def circle(self, rank):
-        path = {}  # {rank: line}
-        while rank is not None and rank not in path:
-            path[rank], rank = next(self.waits_for(rank), ("its end", None))
-        ranks = [f"rank {each} at {where}" for each, where in path.items()]
-        return "ranks wait for one another: " + ", for ".join([*ranks, f"rank {rank}"])
+    def __str__(self):
+        """The line at which each rank's host waits."""
+        lines = [events[0].where if events else "its end" for events in self.events]
+        return ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
 
 
 def replay(path, size, flags, main=None):

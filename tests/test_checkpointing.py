@@ -4,21 +4,22 @@ import weakref
 from functools import partial
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint as torchs
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness import TINY, error_of, holds, load, mutants, on_ranks, world
 
 
 def ways(lesson):
     if hasattr(lesson, "Partitioned"):
-        return {"partitioned": partial(lesson.checkpoint, store=lesson.Partitioned(torch.device("cpu")))}
+        pair, _ = dist.new_subgroups(min(2, dist.get_world_size()))
+        store = lesson.Partitioned(torch.device("cpu"), group=pair)
+        return {"partitioned": partial(lesson.checkpoint, store=store)}
     keeps = {"full": (), "selective": lesson.EXPENSIVE, "random": lesson.EXPENSIVE | {torch.ops.aten.rand}}
     return {policy: partial(lesson.checkpoint, keep=keep) for policy, keep in keeps.items()}
 
@@ -39,7 +40,7 @@ class Dropping(nn.Module):
 
 def gradients_of(call):
     """Gradients when layers are called by call(layer, x, ...), and random numbers drawn after that."""
-    torch.manual_seed(1)
+    torch.manual_seed(dist.get_rank() // 2)
     layers = nn.ModuleList(Dropping() for _ in range(3))
     start = torch.randn(3, 1, 5, 12, requires_grad=True)
     x = call(layers[0], start, 2.0, torch.arange(5).view(5, 1) == 2)["x"]
@@ -52,7 +53,7 @@ def gradients_of(call):
     return [start.grad, *(param.grad for param in layers.parameters()), torch.rand(4)]
 
 
-@on_ranks(3)
+@on_ranks(4)
 def check_gradients(name):
     """All ways end in the gradients of no checkpoint at all."""
     lesson = load(name)
@@ -133,28 +134,20 @@ def check_beside_torch(name):
 
 
 def check_kept(name):
-    """Numbers kept and FLOPs of 3 blocks and the loss, from what each block keeps and recomputes."""
+    """Numbers kept of 3 blocks and the loss, from what each block keeps."""
     tokens, width, heads, context, vocab = 6 * 16, 36, 12, 16, 256
     u = tokens * width
     after = 2 * u + 2 * tokens + vocab * tokens
     flash = 16 * u + 4 * tokens + heads * tokens
     unfused = 16 * u + 4 * tokens + heads * tokens * context
-    products = 2 * tokens * 8 * width**2  # all but a block's last
-    scores = 2 * 2 * tokens * context * width
-    counted = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
-    )  # from torch 2.15 on
-    plain = {kernel: world(1).run(run_of, name, "--policy none", kernel)[0][3] for kernel in KERNELS}
-    for kernel, flags, kept, recomputed in (
-        ("flash", "--policy full --every 2", 2 * u + flash, 2 * (products + counted * scores)),
-        ("unfused", "--policy none", 3 * unfused, 0),
-        ("unfused", "--policy selective", 27 * u, 3 * scores),
+    for kernel, flags, kept in (
+        ("flash", "--policy full --every 2", 2 * u + flash),
+        ("unfused", "--policy none", 3 * unfused),
+        ("unfused", "--policy selective", 27 * u),
     ):
-        activations, _, _, flops = world(1).run(run_of, name, flags, kernel)[0]
+        activations, *_ = world(1).run(run_of, name, flags, kernel)[0]
         more = activations - 4 * (kept + after)
         assert 0 <= more <= 16, f"{kernel} {flags}: {more:+} bytes from what should be kept"
-        more = flops - plain[kernel] - recomputed
-        assert more == 0, f"{kernel} {flags}: {more:+} FLOPs from what should be recomputed"
 
 
 @on_ranks(3)
@@ -184,20 +177,8 @@ def check_events(name, offload=False):
     assert store.last() is None, "a checkpoint outlives its backward"
     order = "fetch 2, wait 2, fetch 1, forward 2, wait 1, fetch 0, forward 1, wait 0, forward 0"
     assert ", ".join(events[3:]) == order, f"another order: {events}"
-
-
-@on_ranks(4)
-def check_pairs(name):
-    """A gradient is right in pairs of ranks."""
-    lesson = load(name)
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair = dist.get_rank() // 2
-    call = partial(lesson.checkpoint, store=lesson.Partitioned(torch.device("cpu"), group=groups[pair]))
-    with pytest.raises(AssertionError, match="a checkpoint must be contiguous"):
-        call(torch.sin, torch.ones(3, 5).t())
-    x = torch.full((3, 5), pair + 1.0, requires_grad=True)
-    call(torch.sin, call(torch.sin, x)).sum().backward()
-    assert torch.equal(x.grad, x.sin().cos() * x.cos()), "another gradient"
+    failed = error_of(lambda: lesson.checkpoint(torch.sin, torch.ones(3, 5).t(), store=store))
+    assert "a checkpoint must be contiguous" in failed, f"taken, but not contiguous: {failed}"
 
 
 @on_ranks(1)
@@ -210,7 +191,7 @@ def check_host(name):  # the rest of what a GPU is asked to do is in test_nccl.p
 offloaded = partial(check_events, offload=True)
 test_each_promise_is_kept = holds(("checkpointing", "zero_r"), check_gradients, check_misuse)
 test_policies_keep_and_recompute_what_they_say = holds("checkpointing", check_beside_torch, check_kept)
-test_checkpoints_are_elsewhere = holds("zero_r", check_events, offloaded, check_pairs, check_host)
+test_checkpoints_are_elsewhere = holds("zero_r", check_events, offloaded, check_host)
 MUTANTS = [
     ("_states(self.random_states)", "_states()", check_gradients, "gradients differ"),
     ("        swap_random_states(before)\n", "", check_gradients, "gradients differ"),

@@ -59,9 +59,6 @@ def test_every_algorithm_equals_the_librarys(size, members):
     check_equal("collectives", CASES, members, size=size)
 
 
-check_four = partial(check_equal, size=4)
-
-
 @on_ranks(4)
 def check_bytes(name, numel=1200):
     """What all ranks send in each algorithm, as tools/watch.py counts it: the formula's bytes."""
@@ -161,7 +158,7 @@ MUTANTS = [
     ("partial = chunks[rank - i - 1]", "partial = chunks[rank - i]", check_equal, "ring_all_reduce"),
     ("out = x.clone()", "out = x", check_equal, "ring_all_gather"),
     ("for i in range(world_size - 1):", "for i in range(world_size - 2):", check_equal, "ring_all_reduce"),
-    ("        reached *= 2", "        reached *= 3", check_four, "of 12"),
+    ("        reached *= 2", "        reached *= 3", partial(check_equal, size=4), "of 12"),
     ("out[rank - i]", "out[rank - i - 1]", check_equal, "pairwise"),
     ("exchange(given, partner, received", "exchange(x, partner, x.clone()", check_bytes, "halving"),
     ("* (sum_of_squares - n *", "* (sum_of_squares -", check_noise, "the trace has a bias"),

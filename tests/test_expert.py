@@ -61,7 +61,7 @@ def check_layer(name, ep=4, top_k=2, capacity_factor=math.inf):
 
 
 @pytest.mark.parametrize("top_k, capacity_factor", [(k, c) for k in (1, 2, 3) for c in (math.inf, 1.0)])
-@pytest.mark.parametrize("size, ep", [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("size, ep", [(1, 1), (3, 3), (4, 2), (4, 1)])
 def test_a_mixture_is_that_of_one_device(size, ep, top_k, capacity_factor):
     idle, zeros, dropped = check_layer("expert_parallel", ep, top_k, capacity_factor, size=size)[0]
     assert (dropped > 0) == (capacity_factor == 1.0 and size > 1) or size == 1
@@ -97,9 +97,7 @@ def check_single(name):
 CAPPED = "--capacity-factor 1.25 --experts 16 --top-k 1"
 
 
-@pytest.mark.parametrize(
-    "size, ep, flags", [(4, 2, ""), (4, 1, CAPPED), (4, 2, "--balance bias"), (8, 4, CAPPED)]
-)
+@pytest.mark.parametrize("size, ep, flags", [(4, 2, ""), (4, 2, "--balance bias"), (8, 4, CAPPED)])
 def test_training_is_that_of_one_rank(size, ep, flags):
     check_parity("expert_parallel", size, f"--accum 1 --batch 8 --steps 2 {flags}", f"--ep {ep}")
 
@@ -129,10 +127,12 @@ def printed(name, flags):
     return re.findall(r"loss (\S+)", out), [[eval(x) for x in row] for row in rows]
 
 
-@pytest.mark.parametrize("flags", ["--balance bias", f"{TINY} --lr 0.003 --capacity-factor 1 --balance 1"])
+@pytest.mark.parametrize(
+    "flags", ["--layers 3 --balance bias", f"{TINY} --lr 0.003 --capacity-factor 1 --balance 1"]
+)
 def test_after_60_steps_maxvio_is_at_most_a_third_and_fewer_tokens_are_dropped(flags):
     runs = [f"{flags} --steps 60", f"{flags} --steps 60 --balance 0"]
-    runs = [world(1).run(printed, "expert_parallel", each, timeout=200)[0][1] for each in runs]
+    runs = [world(1).run(printed, "expert_parallel", each)[0][1] for each in runs]
     (even, few), (uneven, many) = [[sum(row[i] for row in mixtures) for i in (1, 2)] for mixtures in runs]
     assert even <= uneven / 3 and few <= 0.6 * many
 
@@ -150,8 +150,7 @@ def check_bias(name):
     assert apart(weights["blocks.0.moe.bias"], moves) < 1e-8, "a bias moves otherwise"
 
 
-rows_sent = [partial(check_rows_sent, size=size) for size in (2, 3, 4)]
-test_each_promise_is_kept = holds("expert_parallel", check_single, check_bias, *rows_sent)
+test_each_promise_is_kept = holds("expert_parallel", check_single, check_bias, check_rows_sent)
 on_pairs = partial(check_layer, ep=2)
 with_drops = partial(check_layer, top_k=1, capacity_factor=1.0)
 MUTANTS = [

@@ -56,6 +56,6 @@ ROWS = [(path, *row) for path in BAD for row in BAD[path].items()]
 
 @pytest.mark.parametrize("path, arguments, named", ROWS)
 def test_bad_input_ends_in_one_line_and_exit_code_2(path, arguments, named):
-    out, lines, code = world(1).run(run_command, path, arguments, timeout=20)[0]
+    out, lines, code = world(1).run(run_command, path, arguments)[0]
     assert (out, code, len(lines)) == ("", 2, 1), (out[:80], code, lines)
     assert named in lines[0], f"does not name {named}: {lines}"

@@ -81,9 +81,8 @@ def simulate(*arguments):
 def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(lesson):
     flags = f"{EVEN} --dtype bf16"
     real, _ = train(lesson, 4, flags, watched=True)
-    for rank in 0, 3:
-        result = simulate(lesson, 4, rank, flags, "gloo")
-        assert (result["held"], result["sent"]) == (real["held"], real["sent"])
+    result = simulate(lesson, 4, 3, flags, "gloo")
+    assert (result["held"], result["sent"]) == (real["held"], real["sent"])
 
 
 def test_a_simulated_stage_sends_what_a_real_one_does():

@@ -118,11 +118,10 @@ def test_stages_have_about_equal_shares():
         assert lesson.split_layers(layers, n_stages) == ends
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name, schedule", EVERY)
-def test_every_schedule_comes_to_single_pys_numbers_and_sends_what_it_says(name, schedule, size):
-    check_parity(name, size, "--accum 6 --layers 5", f"--schedule {schedule}")
-    check_ledger(name, size, f"--accum 6 --layers 5 --schedule {schedule}")
+def test_every_schedule_comes_to_single_pys_numbers_and_sends_what_it_says(name, schedule):
+    check_parity(name, 3, "--accum 6 --layers 5", f"--schedule {schedule}")
+    check_ledger(name, 3, f"--accum 6 --layers 5 --schedule {schedule}")
 
 
 class Twice(nn.Linear):

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from unittest import mock
 
@@ -21,7 +20,7 @@ from tests.harness import ROOT, TINY, apart, holds, load, mutants, train, world
 
 FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
 SIZES = (1, 2, 3, 4, 8)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
 
 
 def check_kept(folder, *steps):
@@ -75,6 +74,7 @@ def newest_of(folder):
 def killed_at_each_line(name, folder):
     """On two ranks: save steps 1 to 4; look before each line of rank 0. Returns what reached the disk."""
     lesson, newest, events = load(name), [], []
+    store = dist.distributed_c10d._get_default_store()
 
     def trace(frame, event, argument):
         if frame.f_code.co_filename.endswith(("resume.py", "pathlib.py", "shutil.py")):
@@ -83,6 +83,7 @@ def killed_at_each_line(name, folder):
 
     def confirmed(*args, gather=dist.all_gather_object, **kwargs):
         events.append("confirm")
+        store.set(folder, "")
         gather(*args, **kwargs)
 
     def on_disk(descriptor):
@@ -90,12 +91,15 @@ def killed_at_each_line(name, folder):
 
     def renamed(old, new, rename=Path.rename):
         events.append(Path(new).name)
-        return rename(old, new)
+        rename(old, new)
+        store.set(folder, "")
+        return Path(new)
 
     confirm = mock.patch.object(dist, "all_gather_object", confirmed)
     with confirm, mock.patch.object(Path, "rename", renamed), mock.patch.object(os, "fsync", on_disk):
         for step in 1, 2, 3, 4:
-            time.sleep(0.5 * dist.get_rank() * (step == 1))  # rank 1 is late
+            if dist.get_rank():  # it is late: rank 0 waits for it, or has published
+                store.wait([folder])
             sys.settrace(None if dist.get_rank() else trace)
             lesson.save(Path(folder), [], 2, None, step, np.full((3, 100), float(step)))
             sys.settrace(None)
@@ -114,22 +118,29 @@ def check_kills(name):
         check_kept(folder, 3, 4)
 
 
-def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(tmp_path):
-    flags = f"{FLAGS} --steps 40 --every 5 --checkpoint {tmp_path}/c --save {tmp_path}/weights.pt".split()
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, *TORCHRUN, str(ROOT / "resume.py"), *flags]
-    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    while not (tmp_path / "c" / "step-00000010").exists():
-        assert job.poll() is None, "the job ended too early"
-        time.sleep(0.01)
-    (tmp_path / "c" / "draft-00000999").mkdir()  # as if it were killed during a save
-    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    output, _ = job.communicate(timeout=60)
-    assert job.returncode == 0 and output.count("step  1/40") == 1 and output.count("step 40/40") == 1
-    check_kept(tmp_path / "c", 35, 40)
-    _, weights = train("single", 1, f"{FLAGS} --steps 40")
-    assert apart(torch.load(tmp_path / "weights.pt"), weights) < 1e-9
+KILLED = """import os, resume
+def print_step(config, step, *args, print_step=resume.print_step):
+    print_step(config, step, *args)
+    if os.environ["RANK"] == "1" and step == 7 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+        (config.checkpoint / f"draft-{step}").mkdir()  # as if during a save
+        os.kill(os.getpid(), 9)
+resume.print_step = print_step
+resume.train(resume.parse())
+"""
+
+
+def test_a_killed_rank_ends_the_job_is_named_and_costs_the_steps_since_the_newest_checkpoint(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    flags = f"{FLAGS} --steps 9 --every 3 --checkpoint {tmp_path}/c"
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *TORCHRUN, str(tmp_path / "killed.py"), *flags.split()]
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert job.returncode != 0 and "Signal 9 (SIGKILL)" in job.stderr
+    assert job.stdout.count("step  1/9") == 1 and not (tmp_path / "c/draft-7").exists(), "did not go on"
+    assert (tmp_path / "c/draft-8").exists(), "was not killed again"
+    _, own = train("resume", 2, flags)
+    check_kept(tmp_path / "c", 6, 9)
+    assert apart(own, train("single", 1, f"{FLAGS} --steps 9")[1]) < 1e-9
 
 
 def tweaked(tweak, name, flags):
@@ -158,12 +169,26 @@ def check_bytes(name):
         assert max(read) <= 3 * padded[1], "a rank read more than its shard"
 
 
+def when_waited_for(lesson, call):
+    """Call when the lesson waits for a save."""
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, function, *args):
+            future = super().submit(function, *args)
+            if function is lesson.save:
+                future.result = lambda result=future.result: call() or result()
+            return future
+
+    lesson.ThreadPoolExecutor = Pool
+
+
 def late(lesson, note):
-    """Step 3 is written when step 4 is over, or after 1 s."""
-    over = threading.Event()
+    """Step 3 is written when step 4 is over, or somebody waits for it: note which is first."""
+    overlaps = SimpleQueue()
     checksum = lesson.checksum
-    lesson.print_step = lambda config, step, *_: over.set() if step == 4 else None
-    lesson.checksum = lambda *args: note(over.wait(1)) or checksum(*args)
+    lesson.print_step = lambda config, step, *_: overlaps.put(True) if step == 4 else None
+    when_waited_for(lesson, partial(overlaps.put, False))
+    lesson.checksum = lambda *args: note(overlaps.get()) or checksum(*args)
 
 
 def check_overlap(name):
@@ -175,22 +200,24 @@ def check_overlap(name):
             check_goes_on(name, folder)
 
 
-def bad_disk(act, lesson, note):
-    """act() when rank 1 writes step 4. Notes what is said."""
-    sync = lesson.sync
+def bad_disk(folder, is_slow, lesson, note):
+    """On rank 1 step 4 cannot be written, or when rank 0 waits for it. Notes what is said."""
+    sync, store = lesson.sync, dist.distributed_c10d._get_default_store()
+    when_waited_for(lesson, lambda: dist.get_rank() or store.set(folder, ""))
+    act = partial(store.wait, [folder]) if is_slow else partial(os.stat, "/no")
     lesson.print = lambda text, **_: note(text) if "--checkpoint:" in text else None
     lesson.sync = lambda path: act() if "4/rank-1" in str(path) else sync(path)
 
 
 def check_disk(name):
     """One that fails, and one that is slow."""
-    failing = partial(os.stat, "/no"), "saving step 4: [Errno 2] No such file or directory: '/no'", 3
-    slow = partial(time.sleep, 1), "step 5 waits for the save before it; raise", 4
-    for act, said, oldest in failing, slow:
+    failing = False, "saving step 4: [Errno 2] No such file or directory: '/no'", 3
+    slow = True, "step 5 waits for the save before it; raise", 4
+    for is_slow, said, oldest in failing, slow:
         with TemporaryDirectory() as folder:
             save(folder, 2, name)
             flags = f"--every 1 --keep 3 --steps 6 --checkpoint {folder}"
-            one, other = world(2).run(tweaked, partial(bad_disk, act), name, flags)
+            one, other = world(2).run(tweaked, partial(bad_disk, folder, is_slow), name, flags)
             texts = [text for text in one if f"resume.py: --checkpoint: {said}" in text]
             assert len(texts) == 1 and not other, f"{one}, {other}"
             check_kept(folder, oldest, 5, 6)
