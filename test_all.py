@@ -295,7 +295,7 @@ def draw(chance, folder):
 
 
 def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
-    seed, runs = os.environ.get("FUZZ", "0 100").split()
+    seed, runs = os.environ.get("FUZZ", "0 200").split()
     chance, trained = random.Random(seed), 0
     for i in range(int(runs)):
         folder = tmp_path / str(i)
