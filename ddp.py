@@ -105,7 +105,7 @@ class DDP(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        self._end_backward()
+        self._end_backward()  # if the last backward was in no_sync()
         grads = [unit.flat_grad for unit in self.units if unit.weights[0].grad is not None]
         squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         norm = squares.sqrt()

@@ -52,7 +52,7 @@ class ZeRO1(nn.Module):
 
     Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
     share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
-    is bf16, for any elementwise torch optimizer. Parameters of a `kind` (an attribute) have shards of it.
+    is bf16, for any elementwise torch optimizer. A parameter's attribute `kind` is its shard's, too.
     All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
     """
 
@@ -115,7 +115,7 @@ class ZeRO1(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        self._end_backward()
+        self._end_backward()  # if the last backward was in no_sync()
         grads = [shard.grad for shard in self.shards if shard.grad is not None]
         squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         dist.all_reduce(squares, group=self.group)
@@ -164,8 +164,8 @@ class Unit:
 
     @torch.no_grad()
     def unshard(self):
-        """Start to all-gather the weights, if a step may have changed them (a fused one: if no .grad)."""
-        if self.shard.grad is None or self.version != self.shard._version:
+        """Start to all-gather the weights, if a step may have changed the shards."""
+        if self.shard.grad is None or self.version != self.shard._version:  # a fused step keeps the version
             self.version = self.shard._version
             self.part.copy_(self.shard)  # in fp32 the same memory
             self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)

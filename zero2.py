@@ -52,7 +52,7 @@ class ZeRO2(nn.Module):
 
     Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
     share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
-    is bf16, for any elementwise torch optimizer. Parameters of a `kind` (an attribute) have shards of it.
+    is bf16, for any elementwise torch optimizer. A parameter's attribute `kind` is its shard's, too.
     All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
     """
 
@@ -136,7 +136,7 @@ class Unit:
         self.shard = nn.Parameter(self.part.data.to(torch.promote_types(flat.dtype, torch.float32)))
         self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
         self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
-        self.flat_grad.untyped_storage().resize_(0)  # at last: views cannot be made of an empty one
+        self.flat_grad.untyped_storage().resize_(0)  # last: no view can be made of an empty one
         weight_of = dict(zip(params, self.weights))
         for submodule in module.modules():
             for name, param in list(submodule._parameters.items()):
@@ -151,8 +151,8 @@ class Unit:
 
     @torch.no_grad()
     def unshard(self):
-        """Start to all-gather the weights, if a step may have changed them (a fused one: if no .grad)."""
-        if self.shard.grad is None or self.version != self.shard._version:
+        """Start to all-gather the weights, if a step may have changed the shards."""
+        if self.shard.grad is None or self.version != self.shard._version:  # a fused step keeps the version
             self.version = self.shard._version
             self.part.copy_(self.shard)  # in fp32 the same memory
             self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)

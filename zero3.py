@@ -57,7 +57,7 @@ class ZeRO3(nn.Module):
 
     Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
     share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
-    is bf16, for any elementwise torch optimizer. Parameters of a `kind` (an attribute) have shards of it.
+    is bf16, for any elementwise torch optimizer. A parameter's attribute `kind` is its shard's, too.
     All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
     prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward. device:
     of shards and units (None: where the parameters are).
@@ -182,7 +182,7 @@ class Unit:
         self.shard = nn.Parameter(self.part.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
         self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
         self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
-        self.flat_grad.untyped_storage().resize_(0)  # at last: views cannot be made of an empty one
+        self.flat_grad.untyped_storage().resize_(0)  # last: no view can be made of an empty one
         weight_of = dict(zip(params, self.weights))
         self.slots = []  # (submodule, name, weight)
         for submodule in module.modules():
