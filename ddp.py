@@ -5,7 +5,7 @@ Idea
     the whole batch, so all ranks take the same step. Backward reaches the last layers first; their gradients
     travel, in buckets, while it computes those of earlier layers (PyTorch Distributed, arXiv 2006.15704).
 
-Memory (bytes; P parameters)
+Memory (bytes; P parameters, N ranks)
     parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
     optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
@@ -15,16 +15,15 @@ Communication
     network |         |                   | bucket 1 | bucket 2 | bucket 3 | bucket 4 |
 
 Costs (bytes that a rank of a ring sends in a step)
-    all-reduce    2wP(N-1)/N
-    An all-reduce of S bytes sends 2S(N-1)/N. Microbatches but the last send nothing.
+    all-reduce    2wP(N-1)/N  of S bytes 2S(N-1)/N; microbatches but the last send nothing
 
 Run
     torchrun --nproc_per_node=2 ddp.py
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, buckets in order of
-    landing, compressed gradients; buffers, such as a batch norm's averages, are each rank's own.
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
+    buckets in order of landing, compressed gradients.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
@@ -51,9 +50,8 @@ class DDP(nn.Module):
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
 
-    Here they travel during backward, a bucket's at once. All ranks start with rank 0's weights.
-    After a backward every .grad is the ranks' mean; parameters that got no gradient get zeros. All backwards
-    of a step but the last belong in no_sync(). bucket_cap_mb: MiB (None: a fifth of all, at most 25).
+    Here they travel during backward, in buckets of bucket_cap_mb MiB (None: a fifth of all, at most 25).
+    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
     """
 
     def __init__(self, module, bucket_cap_mb=None, group=None):
@@ -74,7 +72,7 @@ class DDP(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Within it, backward only adds to this rank's own gradients."""
+        """For all backwards of a step but the last, which then only add to this rank's own gradients."""
         self.syncing = False
         try:
             yield
@@ -85,10 +83,11 @@ class DDP(nn.Module):
         if weight not in unit.pending:
             raise RuntimeError("a gradient came twice: a backward before this one has failed")
         unit.collect(weight)
-        if self.syncing:
-            if len(unit.pending) == len(unit.weights):
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            unit.pending.remove(weight)
+        if not self.syncing:
+            return
+        if len(unit.pending) == len(unit.weights):  # the unit's first gradient in this backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        unit.pending.remove(weight)
         for unit in self.units:  # in this order on all ranks, or they would add up different units
             if unit.pending:
                 break
@@ -97,18 +96,17 @@ class DDP(nn.Module):
 
     def _end_backward(self):
         """Reduce what is left. Weights without a gradient count as zero."""
-        if any(unit.unreduced or unit.reduce_work for unit in self.units):
-            for unit in self.units:
-                if not unit.reduce_work:
-                    unit.start_reduce()
-            for unit in self.units:
-                unit.finish_reduce()
+        for unit in self.units:
+            if unit.unreduced:
+                unit.start_reduce()
+        for unit in self.units:
+            unit.finish_reduce()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients to a norm of max_norm at most. Returns the norm."""
-        self._end_backward()
-        grads = [unit.flat_grad for unit in self.units]
+        """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
+        self._end_backward()  # if the last backward was in no_sync()
+        grads = [unit.flat_grad for unit in self.units if unit.weights[0].grad is not None]
         squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         norm = squares.sqrt()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
@@ -126,17 +124,17 @@ class Unit:
         self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
         self.pending = set(self.weights)  # whose gradients are not ready
         self.reduce_work = None
-        self.unreduced = False  # whether flat_grad has gradients that are no mean
+        self.unreduced = False  # whether flat_grad has gradients still to be reduced
 
     def collect(self, weight):
-        """Move a weight's gradient into flat_grad, where later backwards of the step will add to it."""
+        """Move a weight's gradient into flat_grad."""
         self.unreduced = True
         view = self.grad_views[weight]
         if weight.grad is None:
             view.zero_()
         elif weight.grad is not view:
             view.copy_(weight.grad)
-        weight.grad = view
+        weight.grad = view  # to which later backwards add
 
     def start_reduce(self):
         """Start to all-reduce flat_grad."""
@@ -146,7 +144,7 @@ class Unit:
         self.reduce_work = dist.all_reduce(self.flat_grad, group=self.group, async_op=True)
 
     def finish_reduce(self):
-        """If an all-reduce is in flight, wait for it, and make the sum a mean."""
+        """If a reduce is in flight, wait for it, and take the ranks' mean."""
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None
@@ -211,8 +209,10 @@ def train(config):
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
-    if config.save and rank == 0:
-        torch.save(model.module.state_dict(), config.save)
+    if config.save:
+        state_dict = model.module.state_dict()
+        if rank == 0:
+            torch.save(state_dict, config.save)
 
 
 def parse(arguments=None):

@@ -14,7 +14,7 @@ Communication
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2       | backward 1       | clip
     network | gather 2  | gather 3  |           |            | reduce-scatter 3 | reduce-scatter 2 | 1
 
-Costs (bytes that a rank of a ring sends in a step of k microbatches)
+Costs (bytes that a rank of a ring sends in a step)
     reduce-scatter    wP(N-1)/N                over gloo an all-to-all: the same bytes; bf16 is rounded once
     all-gather        wP(N-1)/N                together what ddp.py's all-reduce sends
 
@@ -23,8 +23,8 @@ Run
     torchrun --nproc_per_node=8 zero1.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, nested units,
-    optimizers that are not elementwise, gradients zeroed in place for a fused one.
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
+    nested units, optimizers that are not elementwise, zero_grad(set_to_none=False) beside a fused one.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
@@ -50,11 +50,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class ZeRO1(nn.Module):
     """Shards an optimizer's work on a module over the ranks of `group` (ZeRO, section 5.1).
 
-    Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, form one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if
-    the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
-    other shards, each with its `kind`. All backwards of a step but the last belong in no_sync().
+    Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
+    share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
+    is bf16, for any elementwise torch optimizer. A parameter's attribute `kind` is its shard's, too.
+    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
     """
 
     def __init__(self, module, unit_class, group=None):
@@ -81,7 +80,7 @@ class ZeRO1(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Within it, backward only adds to this rank's own gradients."""
+        """For all backwards of a step but the last, which then only add to this rank's own gradients."""
         self.syncing = False
         try:
             yield
@@ -96,12 +95,13 @@ class ZeRO1(nn.Module):
         if weight not in unit.pending:
             raise RuntimeError("a gradient came twice: a backward before this one has failed")
         unit.collect(weight)
-        if self.syncing:
-            if len(unit.pending) == len(unit.weights):
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            unit.pending.remove(weight)
+        if not self.syncing:
+            return
+        if len(unit.pending) == len(unit.weights):  # the unit's first gradient in this backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        unit.pending.remove(weight)
         if not unit.pending:
-            self.reducing.finish_reduce()
+            self.reducing.finish_reduce()  # one unit's gradients travel at a time
             self.reducing = unit
             unit.start_reduce()
 
@@ -114,8 +114,8 @@ class ZeRO1(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
-        self._end_backward()
+        """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
+        self._end_backward()  # if the last backward was in no_sync()
         grads = [shard.grad for shard in self.shards if shard.grad is not None]
         squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         dist.all_reduce(squares, group=self.group)
@@ -134,9 +134,9 @@ class ZeRO1(nn.Module):
 class Unit:
     """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
 
-    The module gets `weights` in their place: as buffers, so that state_dict() has them and no optimizer takes
-    them; views of flat_param, by .data, so that autograd takes no all-gather for a change of what it saved.
-    Gradients move into views of flat_grad.
+    In the module `weights` take their place: views of flat_param, and buffers, so that state_dict() has them
+    and no optimizer takes them. Made by .data they have versions of their own: else autograd would take an
+    all-gather for a change of what it saved. Gradients move into views of flat_grad.
     """
 
     def __init__(self, module, params, group):
@@ -157,16 +157,17 @@ class Unit:
                     delattr(submodule, name)
                     submodule.register_buffer(name, weight_of[param])
         self.pending = set(self.weights)  # whose gradients are not ready
-        self.all_gather_work = self.reduce_work = None
-        self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
+        self.reduce_work = None
+        self.all_gather_work = None
+        self.unreduced = False  # whether flat_grad has gradients still to be reduced
         self.version = self.shard._version
 
     @torch.no_grad()
     def unshard(self):
-        """Start to all-gather the weights, if a step may have changed the shards (fused ones hide it)."""
-        if self.shard.grad is None or self.version != self.shard._version:
+        """Start to all-gather the weights, if a step may have changed the shards."""
+        if self.shard.grad is None or self.version != self.shard._version:  # a fused step keeps the version
             self.version = self.shard._version
-            self.part.copy_(self.shard)
+            self.part.copy_(self.shard)  # in fp32 the same memory
             self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
 
     def wait_for_unshard(self, *_):
@@ -178,14 +179,14 @@ class Unit:
         """Move a weight's gradient into flat_grad."""
         if self.shard.grad is None:
             self.flat_grad.zero_()
-            self.shard.grad = self.grad_shard.to(self.shard.dtype)
+            self.shard.grad = self.grad_shard.to(self.shard.dtype)  # in fp32 the same memory
         # Divided, the ranks' gradients add up to their mean, to which later backwards can add.
         self.unreduced = True
         self.grad_views[weight].add_(weight.grad, alpha=1 / self.world_size)
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce; here N rows arrive, to be summed.)"""
+        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there N rows travel, summed later.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
@@ -193,7 +194,7 @@ class Unit:
         self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
 
     def finish_reduce(self):
-        """If a reduce-scatter is in flight, wait for it, and take this rank's shard of the sum."""
+        """If a reduce is in flight, wait for it, and take the ranks' mean."""
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None

@@ -10,24 +10,26 @@ Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    mP/N + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
     gradients     mP/N + w(E+(2+g)U)           g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
-    Whole are the root's gradients, those of a unit in backward and of one that travels, and what it receives.
+    Whole weights: the root's E, U of the unit in use, fU of those gathered ahead.
+    Whole gradients: the root's E, U of the unit in backward, U of one on its way, gU in its receive buffer.
 
 Communication (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
     network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
 
-Costs (bytes that a rank of a ring sends in a step of k microbatches)
+Costs (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(N-1)/N               over gloo an all-to-all: the same bytes; bf16 is rounded once
     all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
-    Nearly 3P elements for each microbatch, where ddp.py sends 2P in a step.
+    Nearly 3P elements for each of k microbatches, where ddp.py sends 2P in a step.
 
 Run
     torchrun --nproc_per_node=2 zero3.py
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, nested units,
-    optimizers that are not elementwise, shards of what is frozen, prefetch as used, outputs of odd classes.
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
+    nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
+    outputs in containers that pytree does not know.
 """
 
 import argparse
@@ -40,7 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and it keeps our process group alive
+import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
@@ -53,12 +55,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class ZeRO3(nn.Module):
     """Shards a module's parameters, gradients and optimizer states over the ranks of `group` (section 5.3).
 
-    Each submodule of `unit_class` (a class or several) is a unit; the other parameters, and those that units
-    share, form one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if
-    the module is bf16, for any elementwise torch optimizer. All ranks start with rank 0's weights.
-    After a backward the shards' .grad is the ranks' mean. Parameters of another `kind` (an attribute) are in
-    other shards, each with its `kind`. prefetch: units gathered ahead. reshard_after_forward: False
-    keeps units whole for their backward. device: of shards and units (None: where the parameters are).
+    Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
+    share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
+    is bf16, for any elementwise torch optimizer. A parameter's attribute `kind` is its shard's, too.
+    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
+    prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward. device:
+    of shards and units (None: where the parameters are).
     """
 
     def __init__(self, module, unit_class, prefetch=1, reshard_after_forward=True, device=None, group=None):
@@ -78,7 +80,8 @@ class ZeRO3(nn.Module):
             self.units.append(unit)
         for unit in self.units[-1 - prefetch :]:
             unit.reshard_after_forward = False  # backward begins with these
-        for tensor in module.to(device=device).state_dict().values():  # what is in no shard
+        module.to(device=device)
+        for tensor in module.state_dict().values():  # buffers, frozen parameters
             dist.broadcast(tensor, group_src=0, group=group)
         self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
         module.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -119,12 +122,12 @@ class ZeRO3(nn.Module):
         if weight not in unit.pending:
             raise RuntimeError("a gradient came twice: a backward before this one has failed")
         unit.collect(weight)
-        if len(unit.pending) == len(unit.weights):
+        if len(unit.pending) == len(unit.weights):  # the unit's first gradient in this backward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         unit.pending.remove(weight)
         if not unit.pending:
-            unit.reshard()  # all that reads a weight in backward has then given it its gradient
-            self.reducing.finish_reduce()
+            unit.reshard()  # all gradients are here: nothing in backward reads a weight any more
+            self.reducing.finish_reduce()  # one unit's gradients travel at a time
             self.reducing = unit
             unit.start_reduce()
 
@@ -137,7 +140,7 @@ class ZeRO3(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the shards' .grad to a norm, over all ranks, of max_norm at most. Returns the norm."""
+        """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         grads = [shard.grad for shard in self.shards if shard.grad is not None]
         squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         dist.all_reduce(squares, group=self.group)
@@ -162,9 +165,10 @@ class ZeRO3(nn.Module):
 class Unit:
     """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
 
-    While whole, the module has `weights` in their place: as buffers, so that state_dict() has them and no
-    optimizer takes them; views of flat_param, by .data, so that autograd takes no all-gather for a change of
-    what it saved. Gradients move into views of flat_grad.
+    In the module `weights` take their place: views of flat_param, and buffers, so that state_dict() has them
+    and no optimizer takes them. Made by .data they have versions of their own: else autograd would take an
+    all-gather for a change of what it saved. Gradients move into views of flat_grad.
+    While a unit is not whole, a ShardedWeight stands for each weight.
     """
 
     def __init__(self, module, params, device, group):
@@ -178,20 +182,19 @@ class Unit:
         self.shard = nn.Parameter(self.part.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
         self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
         self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
-        self.flat_grad.untyped_storage().resize_(0)  # views can be made only of a full one
+        self.flat_grad.untyped_storage().resize_(0)  # last: no view can be made of an empty one
         weight_of = dict(zip(params, self.weights))
         self.slots = []  # (submodule, name, weight)
         for submodule in module.modules():
-            for name, param in submodule._parameters.items():
+            for name, param in list(submodule._parameters.items()):
                 if param in weight_of:
+                    delattr(submodule, name)
+                    submodule.register_buffer(name, weight_of[param])
                     self.slots.append((submodule, name, weight_of[param]))
-        for submodule, name, weight in self.slots:
-            delattr(submodule, name)
-            submodule.register_buffer(name, weight)
         self.pending = set(self.weights)  # whose gradients are not ready
-        self.all_gather_work = self.reduce_work = None
-        self.unreduced = False  # whether flat_grad has gradients that are not in shard.grad
-        self.nothing = ShardedWeight()
+        self.reduce_work = None
+        self.all_gather_work = None
+        self.unreduced = False  # whether flat_grad has gradients still to be reduced
         self.reshard()
 
     @torch.no_grad()
@@ -219,7 +222,7 @@ class Unit:
             self.flat_param.untyped_storage().resize_(0)
             for submodule, name, _ in self.slots:
                 del submodule._buffers[name]
-                vars(submodule)[name] = self.nothing
+                vars(submodule)[name] = ShardedWeight()  # not by setattr, which an nn.LSTM overrides
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
@@ -231,7 +234,7 @@ class Unit:
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce; here N rows arrive, to be summed.)"""
+        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there N rows travel, summed later.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
@@ -239,7 +242,7 @@ class Unit:
         self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
 
     def finish_reduce(self):
-        """If a reduce-scatter is in flight, wait for it, and take this rank's shard of the sum."""
+        """If a reduce is in flight, wait for it, and take the ranks' mean."""
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None
