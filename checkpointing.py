@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
     parameters     (w+c)P
-    gradients      wP+3cG/2                      G at most 2^24, put together in bf16 and fp32
+    gradients      wP+3cG/2                      G, 2^24 or a larger tensor, in bf16 and fp32
     optimizer      KP
     activations    bs((16L+2)wh+(4L+2+aL+v)m)    with --policy none, when backward begins
     activations    bs((L+2)wh+(2+v)m)            with --policy full; in backward 15wbsh of one block more
@@ -162,7 +162,7 @@ def swap_random_states(states=()):
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
             master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
             self.groups.append((group, master, optimizer_class([master], **options)))
 

@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters, N ranks)
     parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    gradients     wP+3cG/2    G, 2^24 or a larger tensor, are stepped at a time: copies in bf16, fp32
     optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
@@ -51,8 +51,7 @@ class DDP(nn.Module):
             param.grad /= dist.get_world_size()
 
     Here they travel during backward, in buckets of bucket_cap_mb MiB (None: a fifth of all, at most 25).
-    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
-    """
+    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
 
     def __init__(self, module, bucket_cap_mb=None, group=None):
         super().__init__()
@@ -72,7 +71,7 @@ class DDP(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """For all backwards of a step but the last, which then only add to this rank's own gradients."""
+        """For a step's backwards but the last: in it they only add to this rank's own gradients."""
         self.syncing = False
         try:
             yield
@@ -170,7 +169,7 @@ def fill_buckets(module, cap_mb):
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
             master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
             self.groups.append((group, master, optimizer_class([master], **options)))
 
@@ -186,7 +185,6 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 
 def train(config):
-    """Train with these flags."""
     device, text = set_up(config, f" | bucket cap {config.bucket_cap_mb} | no-overlap {config.no_overlap}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])

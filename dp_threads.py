@@ -146,7 +146,7 @@ class RunBackwards(torch.autograd.Function):
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
             master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
             self.groups.append((group, master, optimizer_class([master], **options)))
 

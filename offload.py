@@ -1,24 +1,23 @@
-"""Offload: zero2.py's technique with the optimizer on the host; with --params zero3.py's, the weights too.
+"""Offload: ZeRO-2 with the optimizer on the host; with --params ZeRO-3, with the weights there, too.
 
 Idea
-    An optimizer reads its states once a step: the host's memory will do, behind a slow link. A block's
+    An optimizer reads its states once a step: the host's memory, behind a slow link, is enough. A block's
     gradients are reduced and copied to the host, whose CPU steps this rank's 1/N; the new weights are copied
     back and all-gathered (ZeRO-Offload, arXiv 2101.06840, section 4). With --params a block is on the device
-    only while in use. The phases are named as in zero3.py; the code is another: threads wait for the copies.
+    only while in use. The phases are named as in zero3.py; the code differs: threads wait for copies.
 
-Memory (bytes of a rank's device, and its host; P parameters, U in a block, E in none; N ranks)
+Memory (bytes of a rank's device, and of its host; U in a block, E in none; other letters: single.py)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
     parameters    w(E+2U)                with --params: the root (all else), the block in use, the next one
-    gradients     wmax(2E,E+2U,3U)       one unit's twice, as sent and as received, while the next one's form
+    gradients     wmax(2E,E+2U,3U)       one unit's, as sent and as received, and the next one's
     host          (K+2m+w+c/2)P/N        moments; masters and .grad; received gradients; in bf16 the weights
-    K moments, AdamW 2m; m max(w, 4); c 4 in bf16, else 0.
 
-Communication (a row is a thread; with --params block 2 goes up in forward 1, and block 1 in backward 2)
+Communication (a row is a thread; with --params blocks go up one ahead, in forward and in backward)
       main | forward 1 | forward 2 | backward 2 | backward 1    | norm        |        |        | forward 1
     upload |           |           |            | reduce 2      | reduce 1    |        | 1 up   | 2 up
       host |           |           |            |   2 down, add | 1 down, add | step 1 | step 2 |
 
-Costs (bytes that a rank sends over its link down and up, and in a ring, in a step of k microbatches)
+Costs (bytes that a rank sends to its host, down, from it, up, and to other ranks, in a step)
     down          kwP/N
     up            wP/N
     up            kw(2P-E-2U)/N          with --params: the last two blocks stay for their backward
@@ -31,7 +30,7 @@ Run
     torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 20 --link-gbps 10
 
 Left out
-    As zero2.py; delayed updates (5.2), disks, recomputation, buffers; weights frozen, unused or in two units.
+    What zero2.py does; delayed updates (5.2), disks, recomputation, buffers; weights frozen, unused, shared.
 """
 
 import argparse
@@ -59,7 +58,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Offload:
-    """Wraps a module on the CPU, equal on all ranks. Each of `blocks` is a unit, all else one, the root."""
+    """Wraps a module on the CPU, alike on all ranks. Each of `blocks` is a unit, the rest one, the root."""
 
     def __init__(self, module, blocks, device, offload_params, link_gbps, new_optimizer):
         self.module = module
@@ -84,21 +83,22 @@ class Offload:
 
     def _unshard_from(self, i, direction, *_):
         """Wait for a unit's weights, and prefetch those of the next one in this direction (1 or -1)."""
-        for unit in self.units[i::direction][:2]:
-            unit.unshard()
+        self.units[i].unshard()
         self.units[i].upload_job.result()
         if self.uploader.stream:  # the GPU may not have done yet what the job launched
             torch.cuda.current_stream().wait_stream(self.uploader.stream)
+        for unit in self.units[i::direction][1:2]:  # last, so that the stream does not wait for this copy
+            unit.unshard()
 
     def step(self, max_norm):
-        """Step with gradients clipped to a norm of max_norm at most. Returns the norm before clipping."""
+        """Start to step, with gradients clipped to a norm of max_norm. Returns the norm before."""
         square = 0
         for i, unit in enumerate(self.units):
             if not unit.reduce_job:
                 raise RuntimeError(f"unit {i} (0: the root) has weights without gradient: all must have one")
             square += unit.reduce_job.result()  # of all, before any is stepped: clipping needs their norm
         norm = torch.full((), square, dtype=torch.float64, device=self.device)
-        dist.all_reduce(norm)  # the uploader is idle
+        dist.all_reduce(norm)  # no other is queued: the uploader is idle
         norm.sqrt_()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1).item()
         for unit in self.units:
@@ -115,7 +115,7 @@ class Offload:
         return self.module.state_dict()
 
 
-class Unit:  # weights: on the device one flat vector, on the host this rank's 1/N of it, with its optimizer
+class Unit:  # its weights: on the device a flat vector, on the host this rank's 1/N, with its optimizer
     def __init__(self, offload, weights):
         self.offload = offload
         self.weights = weights
@@ -124,8 +124,8 @@ class Unit:  # weights: on the device one flat vector, on the host this rank's 1
         self.flat_param = weights[0].new_empty(size + self.padding, device=offload.device)
         self.part = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's
         self.step_job = offload.host.submit(self.init_host_state)
-        self.step_job.result()  # it has read the weights, which unshard() makes views
-        self.reduce_job = None  # returns the square of the norm of its gradients
+        self.step_job.result()  # before the first forward replaces the weights it reads
+        self.reduce_job = None  # its result: the square of the norm of gradients
         self.reshard()
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self.start_reduce)
@@ -155,7 +155,7 @@ class Unit:  # weights: on the device one flat vector, on the host this rank's 1
 
     def reshard(self, *_):
         self.upload_job = None
-        self.flat_param.untyped_storage().resize_(0)  # what autograd saved of it is valid once it is refilled
+        self.flat_param.untyped_storage().resize_(0)  # what autograd saved shares it: valid once refilled
 
     def start_reduce(self, _):
         self.reduce_job = None
@@ -182,9 +182,9 @@ class Unit:  # weights: on the device one flat vector, on the host this rank's 1
         torch.sum(received.view(-1, len(total)), 0, out=total)
         self.offload.host.copy(self.host_grad, total)
         for tensor in flat_grad, received:  # whose last use, the copy, has ended
-            tensor.untyped_storage().resize_(0)  # a thread may hold the tensor a little longer
-        self.master.grad.add_(self.host_grad, alpha=1 / dist.get_world_size())  # for we want the ranks' mean
-        return self.master.grad.norm().item() ** 2  # of the microbatches so far: step() takes the last
+            tensor.untyped_storage().resize_(0)  # freed, though a thread may still hold the tensor
+        self.master.grad.add_(self.host_grad, alpha=1 / dist.get_world_size())  # the ranks' mean
+        return self.master.grad.norm().item() ** 2  # so far: step() uses the last microbatch's
 
     def step(self, scale):  # in the host's thread
         self.master.grad *= scale
@@ -210,7 +210,7 @@ class Worker:  # a thread, and on a GPU a stream, that does one job after anothe
         time.sleep(max(0, ends - time.perf_counter()))
 
 
-class SimulatedDevice(TorchDispatchMode):  # a CPU plays it: it holds what this thread makes
+class SimulatedDevice(TorchDispatchMode):  # played by a CPU: counts what this thread makes
     def __init__(self, megabytes):
         super().__init__()
         self.megabytes = megabytes
@@ -218,8 +218,8 @@ class SimulatedDevice(TorchDispatchMode):  # a CPU plays it: it holds what this 
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in filter(torch.is_tensor, tree_leaves(result)):
-            self.storages.add(tensor.untyped_storage())
+        tensors = filter(torch.is_tensor, tree_leaves(result))
+        self.storages.update(map(torch.Tensor.untyped_storage, tensors))
         if sum(map(torch.UntypedStorage.nbytes, self.storages)) > 1e6 * self.megabytes:
             refuse(f"--device-mb {self.megabytes:g}: the device is full; add --params, or raise --accum")
         return result

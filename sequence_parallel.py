@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: single.py)
     parameters    (w+c)(P+(6L+2)h(N-1))/N               replicated: 6h a block, norm 2h
-    gradients     w(P+(6L+2)h(N-1))/N+3cG/2             G at most 2^24, put together in bf16 and fp32
+    gradients     w(P+(6L+2)h(N-1))/N+3cG/2             G, 2^24 or a larger tensor, in bf16 and fp32
     optimizer     K(P+(6L+2)h(N-1))/N
     activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     as in tensor_parallel.py; replicated: 2 of a loss
 
@@ -209,7 +209,7 @@ class SequenceParallel:
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
             master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
             self.groups.append((group, master, optimizer_class([master], **options)))
 

@@ -8,13 +8,13 @@ Idea
 
 Memory (bytes; the letters mean the same in all lessons, in formulas and in shapes)
     parameters    (w+c)P      weights, and in bf16 their masters
-    gradients     wP+3cG/2    in bf16, G of them are put together at a time, in bf16 and in fp32
+    gradients     wP+3cG/2    in bf16 also copies of G at a time, in bf16 and fp32
     optimizer     KP          moments
     N ranks, i one of them; k microbatches of a rank in a step; b sequences in one; s tokens in a sequence;
     L blocks; a heads; h width; v vocabulary; P parameters; U those of a block or unit; E those in none;
     w bytes of a weight: fp32 4, bf16 2, fp64 8; m bytes of a number that the optimizer sees: max(w, 4);
     c bytes of the fp32 master of a bf16 weight: 4, else 0; K bytes of a weight's moments: AdamW 2m, SGD 0;
-    G numbers put together at a time: 2^24 at most; g 1 over gloo, for its receive buffer, else 0.
+    G numbers stepped at a time: 2^24, or a larger tensor; g 1 over gloo, for its receive buffer, else 0.
 
 Communication
     None: | forward | backward | forward | backward | ... | clip | step |
@@ -48,7 +48,7 @@ import torch.nn.functional as F
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
             master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
             self.groups.append((group, master, optimizer_class([master], **options)))
 

@@ -25,7 +25,7 @@ Run
 
 Left out
     Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
-    nested units, optimizers that are not elementwise, zero_grad(set_to_none=False) beside a fused one.
+    nested units, optimizers that are not elementwise, a fused one with zero_grad(set_to_none=False).
 """
 
 import argparse
@@ -52,9 +52,8 @@ class ZeRO2(nn.Module):
 
     Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
     share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
-    is bf16, for any elementwise torch optimizer. A parameter's attribute `kind` is its shard's, too.
-    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
-    """
+    is bf16, for any elementwise torch optimizer; parameters of another `kind`, an attribute, in others.
+    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
 
     def __init__(self, module, unit_class, group=None):
         super().__init__()
@@ -121,10 +120,9 @@ class ZeRO2(nn.Module):
 class Unit:
     """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
 
-    In the module `weights` take their place: views of flat_param, and buffers, so that state_dict() has them
-    and no optimizer takes them. Made by .data they have versions of their own: else autograd would take an
-    all-gather for a change of what it saved. Gradients move into views of flat_grad.
-    """
+    In the module buffers replace them, which state_dict() has and no optimizer takes: `weights`, views of
+    flat_param. .data gives each a version counter of its own: else autograd would take an all-gather for an
+    in-place change of what it saved. Gradients move into views of flat_grad."""
 
     def __init__(self, module, params, group):
         self.group = group
@@ -144,15 +142,15 @@ class Unit:
                     delattr(submodule, name)
                     submodule.register_buffer(name, weight_of[param])
         self.pending = set(self.weights)  # whose gradients are not ready
-        self.reduce_work = None
-        self.all_gather_work = None
+        self.all_gather_work = self.reduce_work = None
         self.unreduced = False  # whether flat_grad has gradients still to be reduced
         self.version = self.shard._version
 
     @torch.no_grad()
     def unshard(self):
         """Start to all-gather the weights, if a step may have changed the shards."""
-        if self.shard.grad is None or self.version != self.shard._version:  # a fused step keeps the version
+        self.fresh = self.shard.grad is None or self.version != self.shard._version
+        if self.fresh:  # a fused step keeps the version, hence zero_grad() counts
             self.version = self.shard._version
             self.part.copy_(self.shard)  # in fp32 the same memory
             self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
@@ -164,6 +162,8 @@ class Unit:
 
     def collect(self, weight):
         """Move a weight's gradient into flat_grad."""
+        if self.shard.grad is None and not self.fresh:
+            raise RuntimeError("zero_grad() between forward and backward: call it between step() and forward")
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
@@ -172,7 +172,7 @@ class Unit:
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there N rows travel, summed later.)"""
+        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there all-to-all, summed later.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
@@ -209,7 +209,6 @@ def find_units(module, unit_class):
 
 
 def train(config):
-    """Train with these flags."""
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])

@@ -57,11 +57,10 @@ class ZeRO3(nn.Module):
 
     Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
     share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
-    is bf16, for any elementwise torch optimizer. A parameter's attribute `kind` is its shard's, too.
-    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean.
+    is bf16, for any elementwise torch optimizer; parameters of another `kind`, an attribute, in others.
     prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward. device:
     of shards and units (None: where the parameters are).
-    """
+    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
 
     def __init__(self, module, unit_class, prefetch=1, reshard_after_forward=True, device=None, group=None):
         super().__init__()
@@ -92,7 +91,7 @@ class ZeRO3(nn.Module):
 
     def _begin_forward(self, *_):
         for unit in self.units:
-            unit.reshard()  # some may be whole and old, after a forward without backward
+            unit.reshard()  # some may be whole and stale, after a forward without backward
 
     def _unshard_from(self, unit, direction):
         """All-gather a unit, and prefetch the next ones in this direction (1 or -1)."""
@@ -135,6 +134,7 @@ class ZeRO3(nn.Module):
         """Reduce what is left. Weights without a gradient count as zero."""
         for unit in self.units:
             if unit.unreduced:
+                unit.reshard()
                 unit.start_reduce()
             unit.finish_reduce()
 
@@ -165,11 +165,10 @@ class ZeRO3(nn.Module):
 class Unit:
     """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
 
-    In the module `weights` take their place: views of flat_param, and buffers, so that state_dict() has them
-    and no optimizer takes them. Made by .data they have versions of their own: else autograd would take an
-    all-gather for a change of what it saved. Gradients move into views of flat_grad.
     While a unit is not whole, a ShardedWeight stands for each weight.
-    """
+    In the module buffers replace them, which state_dict() has and no optimizer takes: `weights`, views of
+    flat_param. .data gives each a version counter of its own: else autograd would take an all-gather for an
+    in-place change of what it saved. Gradients move into views of flat_grad."""
 
     def __init__(self, module, params, device, group):
         self.group = group
@@ -234,7 +233,7 @@ class Unit:
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there N rows travel, summed later.)"""
+        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there all-to-all, summed later.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
@@ -275,7 +274,6 @@ def find_units(module, unit_class):
 
 
 def train(config):
-    """Train with these flags."""
     device, text = set_up(config, f" | prefetch {config.prefetch} | no-reshard {config.no_reshard}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(DTYPES[config.dtype])

@@ -8,7 +8,7 @@ Idea
 
 Memory (bytes; R parameters on the rank with most, (P+vh)/N at least; other letters: single.py)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    G, 2^24 at most, are put together at a time, in bf16 and fp32
+    gradients     wR+3cG/2    G, 2^24 or a larger tensor, are stepped at a time: copies in bf16, fp32
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
     In flight: 1f1b min(k,N-i), zb-h1 min(k,N), zb-h2 min(k,2N-1); from B to W what linear layers saved.
 
@@ -247,7 +247,7 @@ class AddPositions(nn.Sequential):  # wraps that embedding: (b, s, h) -> (b, s, 
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # of so many bytes, in fp32 twice
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
             master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
             self.groups.append((group, master, optimizer_class([master], **options)))
 

@@ -186,7 +186,7 @@ MUTANTS = [
     (OLD, "unit.reduce_job = None", check_parity, "losses differ"),
     ("self.shard.copy_(self.master.data)", "pass", check_masters, "bf16 weights moved"),
     (BUFFER, "self.host_grad = self.shard", check_parity, "losses differ"),  # a buffer used too early
-    ("[i::direction][:2]", "[i::direction][:1]", check_overlap, "too late in forward"),
+    ("[i::direction][1:2]", "[i::direction][1:1]", check_overlap, "too late in forward"),
     ("[i::direction]", "[i:]", check_overlap, "too late in backward"),
     ("offload.reduce_job = job", "offload.reduce_job = job\n        job.result()", check_overlap, "the link"),
     ("    offload.reduce_job.result()", "    offload.reduce_job.done()", check_gradients, "gradients: +"),
