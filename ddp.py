@@ -95,8 +95,10 @@ class DDP(nn.Module):
 
     def _end_backward(self):
         """Reduce what is left. Weights without a gradient count as zero."""
+        if not any(unit.unreduced or unit.reduce_work for unit in self.units):
+            return
         for unit in self.units:
-            if unit.unreduced:
+            if not unit.reduce_work:
                 unit.start_reduce()
         for unit in self.units:
             unit.finish_reduce()
@@ -105,7 +107,7 @@ class DDP(nn.Module):
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         self._end_backward()  # if the last backward was in no_sync()
-        grads = [unit.flat_grad for unit in self.units if unit.weights[0].grad is not None]
+        grads = [unit.flat_grad for unit in self.units]
         squares = sum(grad.square().sum(dtype=torch.float64) for grad in grads)
         norm = squares.sqrt()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
@@ -207,10 +209,8 @@ def train(config):
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
-    if config.save:
-        state_dict = model.module.state_dict()
-        if rank == 0:
-            torch.save(state_dict, config.save)
+    if config.save and rank == 0:
+        torch.save(model.module.state_dict(), config.save)
 
 
 def parse(arguments=None):
