@@ -359,6 +359,7 @@ def test_a_lesson_has_its_headings_and_the_technique_first(lesson):
     first = re.search(r"^(class|def) ", source, re.M).start()
     assert first < source.index("\ndef train(") < source.index("# ==== toy model")
     assert "synchronize()" not in source and "barrier" not in source
+    assert re.search(r"\n    \(?train.*\)\n    dist\.destroy_process_group\(\)\n\Z", source)
 
 
 # ---- mutants: an edit to a lesson, the check that must fail, and why ----
