@@ -246,6 +246,8 @@ def test_fewer_gpus_than_ranks_are_refused_as_gloo_cannot_send_their_tensors(nam
 
 
 test_each_promise_is_kept = holds(SCHEDULES, check_schedules, check_bubbles, check_layers, check_held)
+full = partial(check_parity, size=3, flags="--accum 3 --layers 2", own_flags="--schedule interleaved")
+test_a_stage_may_have_one_layer = holds("pipeline", full)
 check_zb = partial(check_parity, size=3, flags="--accum 6 --layers 5", own_flags="--schedule zb-h2")
 MUTANTS = [
     ("pipeline", '"1f1b": n_ranks - 1', '"1f1b": n_ranks', check_schedules, "1f1b: 2 in flight"),
