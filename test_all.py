@@ -36,6 +36,7 @@ class Lesson:
 BUCKETS = ("--no-overlap", "--bucket-cap-mb 0.02")
 SELECTIVE = ("--policy none", "--policy selective")
 AHEAD = ("--prefetch 0", "--prefetch 7", "--no-reshard")
+BAD_SPLITS = ("--heads 9", "--context 15")
 BAD_RINGS = ("--cp 3", "--context 15", "--order zigzag --kind ulysses")
 BAD_STAGES = ("--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")
 
@@ -49,8 +50,8 @@ LESSONS = [
     Lesson("zero2"),
     Lesson("zero3", variants=AHEAD),
     Lesson("offload", bad_flags=("--device-mb 0.1",)),
-    Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257"),
-    Lesson("sequence_parallel", bad_flags=("--heads 9", "--context 15"), flags="--vocab 257 --context 12"),
+    Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257 --batch 9"),
+    Lesson("sequence_parallel", bad_flags=BAD_SPLITS, flags="--vocab 257 --context 12 --batch 9"),
     Lesson("context_parallel", bad_flags=BAD_RINGS, flags="--context 24"),
     Lesson("expert_parallel", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12 --balance bias"),
     Lesson("pipeline", bad_flags=BAD_STAGES),
