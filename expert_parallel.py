@@ -58,7 +58,7 @@ class MoE(nn.Module):
     It chooses by probability plus bias (X,), a buffer to be kept in fp32, which train() moves.
     """
 
-    def __init__(self, width, hidden, experts, top_k=2, group=None, capacity_factor=math.inf):
+    def __init__(self, width, hidden, experts, top_k, group=None, capacity_factor=math.inf):
         super().__init__()
         self.top_k = top_k
         self.group = group

@@ -94,7 +94,7 @@ def check_single(name):
     assert apart(noted[:6], noted[6:]) < 1e-10, "losses or norms differ"
 
 
-CAPPED = "--capacity-factor 1.25 --experts 16 --top-k 1"
+CAPPED = "--capacity-factor 0.9 --experts 16 --top-k 1"
 
 
 @pytest.mark.parametrize("size, ep, flags", [(4, 2, ""), (4, 2, "--balance bias"), (8, 4, CAPPED)])

@@ -81,7 +81,7 @@ def check_saved_midway(name):  # the weights after two steps, with and without a
 
 
 def small(name, n_layers, offload_params=False):  # a model, its Offload, a function that returns a loss
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n_layers)))
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=i != 1) for i in range(n_layers)))
     how = torch.device("cpu"), offload_params, torch.inf, partial(torch.optim.SGD, lr=0.1)
     return model, load(name).Offload(model, model[1:], *how), lambda x=1.0: model(torch.full((2, 2), x)).sum()
 

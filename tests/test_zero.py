@@ -179,6 +179,8 @@ def check_timeline(name):
         model[i - 1].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
     _, zero = wrap(name, model, nn.Linear)
     assert not [*model.parameters()], "an optimizer could take them by mistake"
+    full = [unit for unit in zero.units if unit.flat_grad.untyped_storage().nbytes()]
+    assert not full or "zero1" in name, "gradients are held before there are any"
     optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
     for i, unit in enumerate(zero.units):
         for method, word in METHODS.items():
