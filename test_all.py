@@ -57,7 +57,7 @@ LESSONS = [
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble"),
     Lesson("parallel_3d", bad_flags=("--tp 3", "--heads 9", "--layers 1"), flags="--vocab 257"),
-    Lesson("fusion", worlds=(1, 2)),
+    Lesson("fusion", worlds=(1, 2), flags="--context 48"),
     Lesson("checkpointing", worlds=(1, 2), variants=SELECTIVE),
     Lesson("zero_r", variants=("--policy offload",)),
     Lesson("resume"),
