@@ -6,7 +6,7 @@ Idea
     all-to-all trades 1/N of the tokens for all tokens of 1/N of the heads, and another one trades back. As a
     causal mask gives later tokens more work, rank i of a ring has chunks i and 2N-1-i of 2N (zigzag).
 
-Memory (bytes; N is --cp; w a weight, c its fp32 master, K its moments; all letters: single.py)
+Memory (bytes, for --cp N, the default; w a weight, c its master, K its moments; all letters: single.py)
     parameters    (w+c)P
     gradients     2mP       each parameter's, and all in one flat tensor
     optimizer     KP
@@ -22,7 +22,7 @@ Communication (forward of a ring, on rank 2 of 4; kv: keys and values; in backwa
 Costs (bytes that a rank sends in a step of k microbatches)
     send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring: kv N-1 times, in backward again; gradients N
     all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses: 4 in forward, 4 in backward
-    all-reduce    2mP(N-1)/N                  of all ranks, whatever --cp is
+    all-reduce    2mP(N-1)/N                  of all ranks, in any --cp
 
 Run
     torchrun --nproc_per_node=2 context_parallel.py

@@ -43,10 +43,7 @@ ORDERS = [  # of layers; a unit leaves when it is full and those before it have 
     ((3, 2, 1, 0), True, "landed 0, landed 1, landed 2, left 3, left 2, left 1, left 0, landed 3, end"),
     ((0, 1, 2, 3), False, "landed 3, landed 2, landed 1, landed 0, end, left 3, left 2, left 1, left 0"),
 ]
-
-
 check_orders = [partial(check_events, order=o, last=last, expected=e) for o, last, e in ORDERS]
-
 
 MIB = 2**18  # elements
 BUCKETS = [  # parameters' elements, MiB, parameters of each bucket

@@ -12,6 +12,7 @@ from test_all import check_parity
 from tests.harness import TINY, apart, holds, load, mutants, on_ranks, said, train, world
 
 EXPERTS = 12
+CAPPED = "--capacity-factor 0.9 --experts 16 --top-k 1"
 
 
 def mixture(weights, x, top_k, capacity_factor=math.inf):
@@ -92,9 +93,6 @@ def check_single(name):
         each.print_step = lambda *args: noted.extend(args[2:4])
         each.train(lesson.parse(flags.split()))
     assert apart(noted[:6], noted[6:]) < 1e-10, "losses or norms differ"
-
-
-CAPPED = "--capacity-factor 0.9 --experts 16 --top-k 1"
 
 
 @pytest.mark.parametrize("size, ep, flags", [(4, 2, ""), (4, 2, "--balance bias"), (8, 4, CAPPED)])

@@ -11,32 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from test_all import LESSONS
 from tests import nccl_order
 from tests.harness import FORK, ROOT, TINY, holds, mutants
 from tests.streams import Streams
 from tests.test_pipeline import SCHEDULES
 
 # Flags of its own that each lesson is run with, beside none.
-OWN = {
-    "single": (),
+OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "collectives": ("--noise-scale",),
     "dp_threads": ("--no-threads",),
     "dp_async": ("--mode asp", "--mode ssp"),
-    "ddp": ("--bucket-cap-mb 0.01", "--no-overlap"),
-    "zero1": (),
-    "zero2": (),
-    "zero3": ("--prefetch 0", "--prefetch 2", "--no-reshard"),
     "offload": ("--params",),
-    "tensor_parallel": (),
-    "sequence_parallel": (),
     "context_parallel": ("--order contiguous", "--kind ulysses", "--cp 1"),
     "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --balance bias"),
     "pipeline": ("--schedule naive", "--schedule gpipe"),
     "zero_bubble": ("--schedule 1f1b", "--schedule zb-h2"),
     "parallel_3d": ("--zero 1", "--tp 1 --pp 2", "--tp 1 --pp 1"),
     "fusion": ("--plain attention loss optimizer",),
-    "checkpointing": ("--policy selective",),
-    "zero_r": ("--policy offload",),
     "resume": ("--checkpoint FOLDER/RANK --every 1",),
 }
 ALONE = ("single", "dp_threads", "dp_async")
@@ -172,8 +164,7 @@ check_dropped = partial(check_gpu, main=no_grad)
 EARLY = ("zero_r", f"{BESIDE}{' ' * 12}{EMPTY}", f"{EMPTY}{' ' * 8}{BESIDE}", check_dropped, TAKES)
 FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n            self.reduce_work.wait()"
 ON_GPU = [
-    ("ddp", SET_DEVICE, "", NO_DEVICE),
-    ("pipeline", SET_DEVICE, "", NO_DEVICE),
+    ("ddp pipeline", SET_DEVICE, "", NO_DEVICE),
     ("ddp", "all_reduce(self.flat_grad,", "all_reduce(self.flat_grad.cpu(),", HOST),
     ("zero1", "self.part.copy_(self.shard)", "self.part.copy_(self.shard.cpu())", WAITS_IN),
     ("zero2", "views[weight].add_(weight.grad)", "views[weight].add_(weight.grad.sum().item())", WAITS_IN),
@@ -184,20 +175,17 @@ ON_GPU = [
     ("ddp", "            self.reduce_work.wait()\n", "", USES),
     ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", USES),
     ("zero1 zero2 zero3", "self.reduce_work.wait()", "pass", USES),
-    ("zero2", "self.reduce_work.wait()", FREE_FIRST, FREES),
-    ("zero3", "self.reduce_work.wait()", FREE_FIRST, FREES),
-    ("tensor_parallel", "        work.wait()\n", "", USES),
+    ("zero2 zero3", "self.reduce_work.wait()", FREE_FIRST, FREES),
+    ("tensor_parallel zero_r", "        work.wait()\n", "", USES),
     ("sequence_parallel", "all_gather_work.wait()", "pass", USES),
     ("sequence_parallel", "reduce_scatter_work.wait()", "pass", USES),
     ("zero_r", "            part.record_stream(self.stream)", "            pass", TAKES),
     ("zero_r", "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", LATE),
-    ("zero_r", "        work.wait()\n", "", USES),
     ("zero_r", "            work = all_gather(flat", "        work = all_gather(flat", LAUNCHES),
     ("offload", "torch.cuda.current_stream().wait_stream(self.uploader.stream)", "pass", USES),
     ("offload", "self.stream.wait_stream(torch.cuda.current_stream())", "pass", LATE),
     ("offload", "start_job.result().wait()", "start_job.result()", USES),
-    ("pipeline", "        work.wait()\n        return", "        return", USES),
-    ("zero_bubble", "        work.wait()\n        return", "        return", USES),
+    ("pipeline zero_bubble", "        work.wait()\n        return", "        return", USES),
     ("parallel_3d", "        self.work.wait()\n", "", USES),
     ("collectives", "        work.wait()\n", "        pass\n", USES),
 ]
@@ -217,8 +205,7 @@ ORDER = [
     ("parallel_3d", "ranks, axis, -1)", "ranks, axis, -1)[:: -1 if dist.get_rank() else 1]", MEET),
     ("pipeline", '{op: [dist.new_group(), dist.new_group()] for op in "FB"}', ONE_GROUP, WAIT),
     ("zero_bubble", '{op: dist.new_group() for op in "FB"}', 'dict.fromkeys("FB", dist.new_group())', WAIT),
-    ("pipeline", "self.ahead = 1 ", "self.ahead = 4 ", WAIT),
-    ("zero_bubble", "self.ahead = 1 ", "self.ahead = 4 ", WAIT),
+    ("pipeline zero_bubble", "self.ahead = 1 ", "self.ahead = 4 ", WAIT),
     ("zero_bubble", "self.world_size, self.groups[op]", f"self.world_size, {OTHER_GROUP}", WAIT),
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),

@@ -16,11 +16,10 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from test_all import check_ledger, check_masters, check_parity, refused
+from test_all import check_ledger, check_parity, refused
 from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, world
 
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}
-EVERY = [(name, schedule) for name in SCHEDULES for schedule in SCHEDULES[name]]
 
 
 def play(lesson, schedule):
@@ -118,7 +117,7 @@ def test_stages_have_about_equal_shares():
         assert lesson.split_layers(layers, n_stages) == ends
 
 
-@pytest.mark.parametrize("name, schedule", EVERY)
+@pytest.mark.parametrize("name, schedule", [(name, each) for name in SCHEDULES for each in SCHEDULES[name]])
 def test_every_schedule_comes_to_single_pys_numbers_and_sends_what_it_says(name, schedule):
     check_parity(name, 3, "--accum 6 --layers 5", f"--schedule {schedule}")
     check_ledger(name, 3, f"--accum 6 --layers 5 --schedule {schedule}")
@@ -269,7 +268,6 @@ MUTANTS = [
     ("pipeline", "self.ahead = 1", "pass", check_held, "1 receives posted"),
     ("zero_bubble", "self.ahead = 1", "self.ahead = MAX_SENT", check_held, "5 receives posted"),
     ("pipeline", "if len(self.sent) > MAX_SENT", "if False", check_held, "messages kept"),
-    ("pipeline", "torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
     ("zero_bubble", 'begins["W"] = first_w', 'begins["W"] = begins["B"]', check_schedules, "in flight"),
     ("zero_bubble", "depth = 2", "depth = 3", check_bubbles, "not the published rate"),
     ("zero_bubble", "layer.weight.detach()", "layer.weight", check_zb, "losses differ"),

@@ -100,5 +100,6 @@ MUTANTS = [
     ("single", "torch._foreach_copy_(", "zip(", check_master_steps, "not the fp32 steps"),
     ("single", "params, 2**25", "params, 1", check_groups, "other groups"),
     ("ddp", "microloss.detach()", "microloss.detach() / 2", check_parity, "losses differ"),
+    ("ddp", "/ config.accum\n", "\n", check_parity, "losses differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)

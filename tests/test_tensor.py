@@ -142,6 +142,7 @@ SAID = {"tensor_parallel": ("nothing", "head is tied to a planned layer: plan it
 SAID["sequence_parallel"] = ("qkv.weight would see s/N tokens: plan its layer", "nothing")
 ORDER = {"tensor_parallel": "matmul, start sum, matmul, end sum"}
 ORDER["sequence_parallel"] = "start gather, matmul, start scatter, end gather, matmul, end scatter"
+SENT = {"tensor_parallel": {"all-reduce": 8}, "sequence_parallel": {"reduce-scatter": 4, "all-gather": 6}}
 
 
 @on_ranks(2)
@@ -171,9 +172,6 @@ def check_order(name):
     with mock.patch.object(torch.Tensor, "__matmul__", noted):
         y.sum().backward()
     assert ", ".join(log) == ORDER[Path(name).stem], f"another order: {log}"
-
-
-SENT = {"tensor_parallel": {"all-reduce": 8}, "sequence_parallel": {"reduce-scatter": 4, "all-gather": 6}}
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])

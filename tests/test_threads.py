@@ -226,8 +226,7 @@ def check_slow(name):
 
 odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5))]
 test_dp_threads_keeps_its_promises = holds("dp_threads", *odd, check_meeting, check_failing, check_lifetimes)
-CHECKS = check_straggler, check_losing, check_broken, check_slow
-test_dp_async_keeps_its_promises = holds("dp_async", *CHECKS)
+test_dp_async_keeps_its_promises = holds("dp_async", check_straggler, check_losing, check_broken, check_slow)
 check_threads = partial(check_meeting, patience=0.1)
 THREADS_MUTANTS = [
     ("leaf = leaf.to(device, copy=True)", "pass", check_ledger, "another thread is read"),
