@@ -33,10 +33,10 @@ set_up() {
 case "${1:-}" in
 test)
     shift
-    set_up requirements-dev.txt "torch numpy pytest matplotlib jinja2 markdown pygments playwright"
+    set_up requirements-dev.txt "torch numpy pytest xdist matplotlib jinja2 markdown pygments playwright"
     lesson=${1:-} && lesson=${lesson%.py}
     if [[ " ${LESSONS[*]} " == *" $lesson "* ]]; then set -- --lesson "$lesson" "${@:2}"; fi
-    exec "$python" -m pytest "$@"
+    exec "$python" -m pytest -n 2 --dist loadfile "$@" # a file's tests share their worlds of ranks
     ;;
 fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
