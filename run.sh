@@ -36,11 +36,11 @@ test)
     set_up requirements-dev.txt "torch numpy pytest xdist matplotlib jinja2 markdown pygments playwright"
     lesson=${1:-} && lesson=${lesson%.py}
     if [[ " ${LESSONS[*]} " == *" $lesson "* ]]; then set -- --lesson "$lesson" "${@:2}"; fi
-    exec "$python" -m pytest -n 2 --dist loadfile "$@" # a file's tests share their worlds of ranks
+    OMP_NUM_THREADS=1 exec "$python" -m pytest -n 2 --dist loadfile "$@" # a file's tests share their worlds of ranks
     ;;
 fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
-    FUZZ="${2:-$RANDOM} ${3:-200}" exec "$python" -m pytest --durations=0 -sq test_all.py -k random_flags
+    OMP_NUM_THREADS=1 FUZZ="${2:-$RANDOM} ${3:-200}" exec "$python" -m pytest --durations=0 -sq test_all.py -k random_flags
     ;;
 lint)
     set_up requirements-dev.txt "ruff"
