@@ -30,7 +30,7 @@ Run
     torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 20 --link-gbps 10
 
 Left out
-    What zero2.py does; delayed updates (5.2), disks, recomputation, buffers; weights frozen, unused, shared.
+    What zero2.py leaves out; delayed updates (5.2), disks, recomputation; weights frozen, unused, shared.
 """
 
 import argparse
