@@ -42,7 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
+import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks

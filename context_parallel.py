@@ -1,8 +1,8 @@
 """Context parallelism: each rank has 1/N of a sequence's tokens; only attention needs those of other ranks.
 
 Idea
-    Ring attention (arXiv 2310.01889): keys and values travel round a ring of ranks; a block's output is
-    merged into that of earlier blocks, weighted by their log-sum-exp. Ulysses (arXiv 2309.14509): an
+    Ring attention (arXiv 2310.01889): keys and values travel round a ring of ranks; attention to each
+    rank's is merged into the output so far, weighted by log-sum-exp. Ulysses (arXiv 2309.14509): an
     all-to-all trades 1/N of the tokens for all tokens of 1/N of the heads, and another one trades back. As a
     causal mask gives later tokens more work, rank i of a ring has chunks i and 2N-1-i of 2N (zigzag).
 
@@ -11,11 +11,11 @@ Memory (bytes, for --cp N, the default; w a weight, c its master, K its moments;
     gradients     2mP       each parameter's, and all in one flat tensor
     optimizer     KP
     activations   s(b((16L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ring
-    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses: attention's twice
-    A block saves 16h a token (inputs and outputs of norms 4, queries, keys, values 3, attention's output 1,
-    up 4, GELU 4), and numbers: norms 4, heads one each. The last norm 2h and 2; the loss v; positions h once.
+    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses: its output twice
+    A block saves 16h a token (norms' inputs and outputs 4, q, k, v 3, attention's output 1, up 4, GELU 4);
+    numbers of m bytes: norms 4, heads one each. The last norm 2h and 2; the loss v; positions h once.
 
-Communication (forward of a ring, on rank 2 of 4; kv: keys and values; in backward also their gradients)
+Communication (forward of a ring, on rank 2 of 4; kv: keys and values; backward: and gradients, a hop later)
     compute | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
     network | kv of rank 1           | kv of rank 0   | kv of rank 3   |
 
@@ -26,10 +26,10 @@ Costs (bytes that a rank sends in a step of k microbatches)
 
 Run
     torchrun --nproc_per_node=2 context_parallel.py
-    torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --heads 16 --context 65536 --batch 1
+    torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --context 65536 --batch 1
 
 Left out
-    Masks other than causal, overlapping the all-reduce; GPU rings: heads > 256, grouped in fp32, pre-Ampere.
+    Masks other than causal, overlapping the all-reduce; GPU rings: h/a > 256, GQA in fp32, bf16 pre-Ampere.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
+import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
@@ -94,7 +94,7 @@ class RingAttention(torch.autograd.Function):
         _, group, _, is_causal = ctx.layout
         own_kv = torch.stack((k, v))
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        received = torch.zeros_like(own_kv)  # gradient of the kv in use so far: it follows kv, one hop behind
+        received = torch.zeros_like(own_kv)  # others' part of the gradient of the kv in use, a hop later
         works = []
         for hops, kv in enumerate(rotate(own_kv, group)):
             grad_kv = torch.zeros_like(kv)  # in kv's dtype, in which it is sent on
@@ -165,7 +165,7 @@ def attend(q, k, v, is_causal):
 
 
 def attend_backward(grad, out, lse, q, k, v, is_causal):
-    """A block's gradients of q, k, v: they add up, as out and lse are of all keys (arXiv 2307.08691, 3.1)."""
+    """Gradients of q, k, v of one block, given out and lse of all keys (arXiv 2307.08691, 3.1)."""
     lse = lse.squeeze(-1).contiguous()
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -199,7 +199,7 @@ def ulysses_attention(q, k, v, *, is_causal=False, group=None):
 
 
 class AllToAll(torch.autograd.Function):
-    """Split x along a dim, send part i to rank i, join what arrives along another. Backward: the reverse."""
+    """Send part i of x along dim `split` to rank i, join arrivals along dim `join`. Backward: the reverse."""
 
     @staticmethod
     def forward(ctx, x, split, join, group):
@@ -248,7 +248,7 @@ def train(config):
 
 
 def average_gradients(model, max_norm):
-    """Make each .grad the mean over ranks (equal numbers of tokens), and clip. Returns the norm before."""
+    """Make each .grad the mean over ranks (equal numbers of tokens), and clip. Returns the unclipped norm."""
     grads = [param.grad for param in model.parameters()]
     flat_grad = nn.utils.parameters_to_vector(grads)
     dist.all_reduce(flat_grad)
@@ -258,14 +258,14 @@ def average_gradients(model, max_norm):
 
 
 def set_up_groups(config):
-    """Check the flags and join. Returns the device, the text, and the group that shares its sequences."""
+    """Check the flags and join. Returns the device, the text, and the ranks that share a sequence."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     config.cp = config.cp or world_size
     if world_size % config.cp:
         refuse(f"--cp {config.cp}: must divide the {world_size} ranks")
     if config.kind == "ulysses":
         if config.order == "zigzag":
-            refuse("--order zigzag: is for --kind ring")
+            refuse("--order zigzag: needs --kind ring")
         if config.heads % config.cp:
             refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
         config.order = "contiguous"
@@ -280,7 +280,7 @@ def set_up_groups(config):
         if config.dtype == "fp64":
             refuse("--dtype fp64: a ring on GPUs takes fp32 or bf16; use --device cpu or --kind ulysses")
         if config.width % (8 * config.heads):
-            refuse(f"--width {config.width}: on GPUs must be a multiple of 8 x --heads {config.heads}")
+            refuse(f"--width {config.width}: for a ring on GPUs must be a multiple of 8 x --heads {config.heads}")
     return device, text, dist.new_subgroups(config.cp)[0]
 
 

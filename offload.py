@@ -2,28 +2,28 @@
 
 Idea
     An optimizer reads its states once a step: the host's memory, behind a slow link, is enough. A block's
-    gradients are reduced and copied to the host, whose CPU steps this rank's 1/N; the new weights are copied
+    gradients are reduced; this rank's 1/N goes to the host, whose CPU steps it; the new weights are copied
     back and all-gathered (ZeRO-Offload, arXiv 2101.06840, section 4). With --params a block is on the device
-    only while in use. The phases are named as in zero3.py; the code differs: threads wait for copies.
+    only while in use (ZeRO-Infinity, arXiv 2104.07857). Threads wait for copies, while the main one computes.
 
 Memory (bytes of a rank's device, and of its host; U in a block, E in none; other letters: single.py)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
     parameters    w(E+2U)                with --params: the root (all else), the block in use, the next one
     gradients     wmax(2E,E+2U,3U)       one unit's, as sent and as received, and the next one's
-    host          (K+2m+w+c/2)P/N        moments; masters and .grad; received gradients; in bf16 the weights
+    host          (K+2m+w+c/2)P/N        moments; masters and .grad; a microbatch's gradients; in bf16 weights
 
 Communication (a row is a thread; with --params blocks go up one ahead, in forward and in backward)
       main | forward 1 | forward 2 | backward 2 | backward 1    | norm        |        |        | forward 1
     upload |           |           |            | reduce 2      | reduce 1    |        | 1 up   | 2 up
       host |           |           |            |   2 down, add | 1 down, add | step 1 | step 2 |
 
-Costs (bytes that a rank sends to its host, down, from it, up, and to other ranks, in a step)
+Costs (bytes that a rank copies down to its host and up from it, and sends to other ranks, in a step)
     down          kwP/N
     up            wP/N
-    up            kw(2P-E-2U)/N          with --params: the last two blocks stay for their backward
-    all-to-all    kwP(N-1)/N             with a sum a reduce-scatter; bf16 is rounded once
+    up            kw(2P-E-2U)/N          instead, with --params: the last two blocks stay for backward
+    all-to-all    kwP(N-1)/N             and a local sum: so bf16 is rounded once
     all-gather    wP(N-1)/N
-    all-gather    kw(2P-E-2U)(N-1)/N     with --params
+    all-gather    kw(2P-E-2U)(N-1)/N     instead, with --params
 
 Run
     torchrun --nproc_per_node=8 offload.py --size gpt2-xl --dtype bf16 --batch 64
@@ -47,7 +47,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
+import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -68,7 +68,7 @@ class Offload:
         self.host = Worker("host", device, link_gbps)  # copies gradients down, and steps
         self.uploader = Worker("upload", device, link_gbps)  # and launches collectives, in one order
         self.reduce_job = None  # of the unit in flight
-        if self.host.stream:  # torchrun leaves a rank one CPU thread, too few for the optimizer
+        if self.host.stream:  # torchrun leaves a rank one CPU thread; the number is each thread's own
             self.host.submit(torch.set_num_threads, os.cpu_count() // torch.cuda.device_count() or 1)
         in_blocks = set(blocks.parameters())  # the root, unit 0, has the others
         self.units = []
@@ -87,7 +87,7 @@ class Offload:
         self.units[i].upload_job.result()
         if self.uploader.stream:  # the GPU may not have done yet what the job launched
             torch.cuda.current_stream().wait_stream(self.uploader.stream)
-        for unit in self.units[i::direction][1:2]:  # last, so that the stream does not wait for this copy
+        for unit in self.units[i::direction][1:2]:  # last: the main stream must not wait for this copy, too
             unit.unshard()
 
     def step(self, max_norm):
@@ -98,12 +98,12 @@ class Offload:
                 raise RuntimeError(f"unit {i} (0: the root) has weights without gradient: all must have one")
             square += unit.reduce_job.result()  # of all, before any is stepped: clipping needs their norm
         norm = torch.full((), square, dtype=torch.float64, device=self.device)
-        dist.all_reduce(norm)  # no other is queued: the uploader is idle
+        dist.all_reduce(norm)  # the uploader, idle now, launches no other one meanwhile
         norm.sqrt_()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1).item()
         for unit in self.units:
             unit.step_job = self.host.submit(unit.step, scale)
-            unit.reduce_job = unit.upload_job = None  # the weights on the device are old
+            unit.reduce_job = unit.upload_job = None  # the weights on the device are stale
         return norm
 
     def full_state_dict(self):
@@ -130,7 +130,7 @@ class Unit:  # its weights: on the device a flat vector, on the host this rank's
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self.start_reduce)
 
-    def init_host_state(self):  # in the host's thread: what it makes is in the host's memory
+    def init_host_state(self):  # in the host's thread, whose tensors SimulatedDevice does not count
         flat = F.pad(parameters_to_vector(self.weights).detach(), (0, self.padding))
         part = flat.view(-1, len(self.part))[dist.get_rank()]
         pinned = self.part.is_cuda
@@ -155,7 +155,7 @@ class Unit:  # its weights: on the device a flat vector, on the host this rank's
 
     def reshard(self, *_):
         self.upload_job = None
-        self.flat_param.untyped_storage().resize_(0)  # what autograd saved shares it: valid once refilled
+        self.flat_param.untyped_storage().resize_(0)  # autograd saved views of it: valid once refilled
 
     def start_reduce(self, _):
         self.reduce_job = None
@@ -184,7 +184,7 @@ class Unit:  # its weights: on the device a flat vector, on the host this rank's
         for tensor in flat_grad, received:  # whose last use, the copy, has ended
             tensor.untyped_storage().resize_(0)  # freed, though a thread may still hold the tensor
         self.master.grad.add_(self.host_grad, alpha=1 / dist.get_world_size())  # the ranks' mean
-        return self.master.grad.norm().item() ** 2  # so far: step() uses the last microbatch's
+        return self.master.grad.norm().item() ** 2  # of the sum so far; step() uses the last one
 
     def step(self, scale):  # in the host's thread
         self.master.grad *= scale
@@ -210,7 +210,7 @@ class Worker:  # a thread, and on a GPU a stream, that does one job after anothe
         time.sleep(max(0, ends - time.perf_counter()))
 
 
-class SimulatedDevice(TorchDispatchMode):  # played by a CPU: counts what this thread makes
+class SimulatedDevice(TorchDispatchMode):  # played by a CPU: counts the storages that this thread uses
     def __init__(self, megabytes):
         super().__init__()
         self.megabytes = megabytes

@@ -1,35 +1,36 @@
 """3D parallelism: data x tensor x pipeline parallelism on one mesh; which group sums what, in which order.
 
 Idea
-    N = p x d x t ranks: p stages of a pipeline; of each d copies, with their own shares of the batch; in each
-    copy t ranks that split its layers (Megatron-LM, arXiv 2104.04473). Tensor parallelism sends most: its
-    ranks are neighbours. ddp.py, tensor_parallel.py and pipeline.py teach the axes, here as short as can be.
+    N = p x d x t ranks: p pipeline stages; d replicas of each, with their own shares of the batch; t ranks
+    that split a replica's layers (Megatron-LM, arXiv 2104.04473). Tensor parallelism sends most: its
+    ranks are neighbours. ddp.py, tensor_parallel.py and pipeline.py teach the axes, kept short here.
 
 Memory (bytes: w a weight, c its master, if bf16, K its moments, g 1 over gloo; all letters: single.py)
     parameters    (w+c)R                 R parameters on the rank with most, about P/t/p
     gradients     (w+c)R                 in bf16 also the masters'
     optimizer     KR
     parameters    (w+c/d)R               with --zero 1 (if d > 1): each master on one replica
-    gradients     (w+gw+(w+c)/d)R        with --zero 1: all, gloo's receive buffer, a shard's, its master's
+    gradients     (w+gw+(w+c)/d)R        with --zero 1: gradients, receive buffer, the shard's, its master's
     optimizer     KR/d                   with --zero 1
 
 Communication (a step of 2 x 2 x 2 ranks)
-    stage 0 | copy 0: ranks 0 1 | copy 1: ranks 2 3            microbatches in 1F1B: tensor 0-1, pipeline 0-4
-    stage 1 | copy 0: ranks 4 5 | copy 1: ranks 6 7            last backward: data 0-2, layer by layer
-    Then the loss, all ranks; embedding's gradient, 0-4 and 0-2; norm, all; step; with --zero 1 weights, 0-2
+    stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3
+    stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
+    Microbatches in 1F1B: tensor 0-1, pipeline 0-4. In the last backward: data 0-2, layer by layer. Then the
+    loss, all ranks; embedding's gradient, 0-4 and 0-2; norm, all; step; with --zero 1 new weights, 0-2.
 
 Costs (bytes that the rank with most sends in a step, along each axis; // rounds down)
     tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 a block; head; if p = 1 embedding; loss: m + 8
-    pipeline      min(2,p-1)kwbsh                             outputs to the next stage, gradients back
+    pipeline      min(2,p-1)kwbsh                             to the next stage outputs, back gradients
     tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient, if p > 1
-    data          2wR(d-1)/d                                  all-reduce of gradients, or its halves
+    data          2wR(d-1)/d                                  all-reduce, or reduce-scatter and all-gather
 
 Run
-    torchrun --nproc_per_node=4 parallel_3d.py
+    torchrun --nproc_per_node=8 parallel_3d.py
     torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
 
 Left out
-    Sequence parallelism, other schedules, ZeRO-2 and 3, creating only a rank's weights.
+    Sequence parallelism, other schedules, ZeRO-2 and 3, a formula for activations.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
+import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -118,7 +119,7 @@ def parallel_loss(mesh, logits, targets):
     found = logits.gather(-1, targets // mesh.tp * here)
     found *= here
     of_target = Conjugate.apply(found, mesh.tp_sum, identity)
-    shift = of_target.detach()  # at hand, as the maximum is not; a sum is at most e^loss
+    shift = of_target.detach()  # saves an all-reduce of the maximum; the total is e^loss: hence fp64
     total = logits.logsumexp(-1, True) - shift
     total = Conjugate.apply(total.double().exp(), mesh.tp_sum, identity)
     return (total.log() + shift - of_target).mean()
@@ -134,7 +135,7 @@ SPLITS = {  # (forward, dim of the weight that is split)
 
 
 def split_tensors(model, mesh):
-    """Keep every t-th token and every t-th run of h/t features: of q, k, v one each. Sets param.part."""
+    """Keep every t-th token, every t-th run of h/t features (one of q, of k, of v). Sets param.part."""
     run = model.tokens.embedding_dim // mesh.tp
     for block in model.blocks:
         block.heads //= mesh.tp
@@ -155,7 +156,7 @@ def split_tensors(model, mesh):
 
 
 def stage_of(model, mesh):
-    """This rank's layers. The head is the embedding, of which first and last stage have a copy each."""
+    """This rank's layers. The head is the embedding, which first and last stage both hold."""
     sizes = [(len(model.blocks) + stage) // mesh.pp for stage in range(mesh.pp)]
     start = sum(sizes[: mesh.pp_rank])
     layers = list(model.blocks[start : start + sizes[mesh.pp_rank]])
@@ -175,7 +176,7 @@ def add_positions(positions, x):  # (b, s, h) -> (b, s, h)
 
 
 class Bucket:
-    """A layer's split or whole params, views of flat_param, .grads of flat_grad. `shard`: all or 1/d."""
+    """A layer's split, or whole, params: views of flat_param. `shard`: what this rank steps, all or 1/d."""
 
     def __init__(self, params, mesh, zero):
         self.mesh = mesh
@@ -191,8 +192,8 @@ class Bucket:
         nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
         wide = torch.promote_types(flat.dtype, torch.float32)
         self.shard = nn.Parameter(self.shard_of(self.flat_param).to(wide))  # of bf16 a copy, else a view
-        first_copy = hasattr(params[0], "part") or mesh.tp_rank == 0
-        self.in_norm = first_copy and (zero or mesh.dp_rank == 0)  # one of its holders adds it
+        counted = hasattr(params[0], "part") or mesh.tp_rank == 0
+        self.in_norm = counted and (zero or mesh.dp_rank == 0)  # by one of its holders
 
     def shard_of(self, flat):
         return flat.chunk(self.n_shards)[self.mesh.dp_rank % self.n_shards]
@@ -225,7 +226,7 @@ class Bucket:
     @torch.no_grad()
     def update(self):
         part = self.shard_of(self.flat_param)
-        part.copy_(self.shard)  # in fp32 the same memory, without --zero 1
+        part.copy_(self.shard)  # in fp32 the same memory
         self.shard.grad = None
         if self.n_shards > 1:
             all_gather(self.flat_param, part, group=self.mesh.dp_group)
@@ -268,8 +269,8 @@ class Parallel3D:
             if turn >= warmup:
                 self._backward(*in_flight.pop(0))
             while len(self.sends) > (4 if turn < last_turn else 0):
-                self.sends.pop(0).wait()  # it arrived long ago; its work held the tensor
-        dist.all_reduce(self.loss)  # 0 but on the last stage; there t equal ones
+                self.sends.pop(0).wait()  # frees the tensor; in warmup a rank may wait here
+        dist.all_reduce(self.loss)  # 0 but on the last stage's ranks, of which t are equal
         return self.loss / (mesh.dp * mesh.tp)
 
     def _forward(self, inputs, targets, n_microbatches):
@@ -366,8 +367,8 @@ def set_up_mesh(config):
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--tp", type=int, help="ranks that split each layer (none: 2 if the world is even)")
-    own.add_argument("--pp", type=int, help="stages (none: 2 if the ranks over --tp are even)")
+    own.add_argument("--tp", type=int, help="ranks that split each layer (default: 2 if the world is even)")
+    own.add_argument("--pp", type=int, help="stages (default: 2 if ranks / --tp is even)")
     own.add_argument("--zero", type=int, default=0, help="1: shard optimizer states")
     NUMBERS["accum"] = 4  # by default
     config = read_flags(arguments, own, zero=(0, 1))

@@ -2,17 +2,18 @@
 
 Idea
     Rank i holds stage i, consecutive layers with about 1/N of the parameters. A batch is cut into k
-    microbatches, so that all stages work at once, each on a different one. Before its first backward a rank
-    does 1 forward in naive, k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B
+    microbatches, so that stages can work at once, each on a different one; naive takes one at a time. Forwards
+    before a rank's first backward: k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B
     (arXiv 2104.04473, section 2.2) gives rank i C chunks of the layers, the stages i, N+i, ...
 
-Memory (bytes; R parameters on the rank with most, (P+vh)/N at least; other letters: single.py)
+Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; other letters: single.py)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    G, 2^24 or a larger tensor, are stepped at a time: copies in bf16, fp32
+    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight on rank i, with activations: naive 1, gpipe k, 1f1b min(k,N-i), interleaved min(k,N+(N-2i-1)/C).
+    Microbatches in flight, with activations, on rank i: naive 1, gpipe k, 1f1b min(k,N-i), interleaved
+    min(k,N+(N-2i-1)/C).
 
-Communication (1f1b, 4 ranks; F sends its output a row down, B a gradient up; each one turn; . is idle)
+Communication (1f1b, 4 ranks; F sends its output a row down, B a gradient up; a column is one turn; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
@@ -22,7 +23,7 @@ Costs (bytes that the busiest rank sends in a step of k microbatches; C 2 if int
     send          min(2C,(2C-1)(N-1))kwbsh     F: its output, to the next stage; B: its input's gradient, back
     For each microbatch that is 2C messages, but 2C-1 on the first and the last rank (of two: on both).
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
-    Idle part of the time: (N-1)/(k+N-1) in gpipe and 1f1b, (N-1)/(Ck+N-1) interleaved, (N-1)/N in naive.
+    Bubble, part of the time: (N-1)/(k+N-1) in gpipe and 1f1b, (N-1)/(Ck+N-1) interleaved, (N-1)/N in naive.
 
 Run
     torchrun --nproc_per_node=2 pipeline.py --accum 8
@@ -43,7 +44,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
+import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
@@ -60,7 +61,7 @@ def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
     total = n_chunks * n_microbatches
     schedule = []
     for rank in range(n_ranks):
-        warmup = {  # F before the turn of the first B
+        warmup = {  # F before the first pair of F and B
             "naive": 0,
             "gpipe": n_microbatches,
             "1f1b": n_ranks - 1 - rank,
@@ -70,7 +71,7 @@ def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
         for turn in range(total + warmup):  # warmup: F alone; steady: F and B in turn; cooldown: B alone
             for op, nth in (("F", turn), ("B", turn - warmup)):
                 if 0 <= nth < total:
-                    group, rest = divmod(nth, n_chunks * n_ranks)  # which passes chunk after chunk
+                    group, rest = divmod(nth, n_chunks * n_ranks)  # N microbatches pass chunk 0, then chunk 1 ...
                     chunk, member = divmod(rest, n_ranks)
                     if op == "B":
                         chunk = n_chunks - 1 - chunk
@@ -102,7 +103,7 @@ def split_layers(layers, n_stages):
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     ends = []
     for end in range(1, len(layers)):
-        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
+        middle = sum(sizes[:end]) + sizes[end] / 2  # the middle of the next layer
         share = sum(sizes) * (len(ends) + 1) / n_stages
         if middle > share or len(layers) - end < n_stages - len(ends):
             ends.append(end)
@@ -143,14 +144,14 @@ class Pipeline(nn.Module):
         self.like = [None]  # a meta tensor, of the shape of all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
-        self.ahead = 0  # receives posted early; none in step 1: a pair's first on NCCL blocks until both call
+        self.ahead = 0  # receives posted early; none in step 1: NCCL connects a pair at its first message, and both wait
 
     def step(self, inputs, targets):
         """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         origin = {"F": 0, "B": self.last_stage}  # where nothing is received
         self.to_post = deque(action for action in self.actions if action.stage != origin[action.op])
-        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge lets its output be freed
+        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge keeps the graph, not the output
         for op, stage, j in self.actions:
             if op == "F":
                 x = inputs[j] if stage == 0 else self._receive().requires_grad_()
@@ -198,13 +199,13 @@ class Pipeline(nn.Module):
 
     def _send(self, op, stage, tensor):
         if self.like[0] is None:  # rank 0's first output, for which the others wait above
-            self.like[0] = tensor.to("meta")
+            self.like[0] = tensor.contiguous().to("meta")
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         if tensor.shape != self.like[0].shape:
             raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")
         self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op][stage % 2]))
         if len(self.sent) > MAX_SENT:
-            self.sent.popleft().wait()  # it arrived long ago; its work held the tensor
+            self.sent.popleft().wait()  # frees the tensor; a rank too far ahead waits here
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
@@ -225,7 +226,7 @@ class Pipeline(nn.Module):
             dist.broadcast(param.data, min(ranks))
 
 
-class AddPositions(nn.Sequential):  # wraps that embedding: (b, s, h) -> (b, s, h)
+class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h) -> (b, s, h)
     def forward(self, x):
         return x + self[0].weight[: x.shape[1]]
 
@@ -284,7 +285,7 @@ def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--schedule", default="1f1b", choices=("naive", "gpipe", "1f1b", "interleaved"))
-    NUMBERS["accum"] = 4  # by default
+    NUMBERS["accum"] = 4  # the default of --accum
     config = read_flags(arguments, own)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.device != "cpu" and 0 < torch.cuda.device_count() < ranks:

@@ -1,17 +1,17 @@
 """Tensor parallelism: each layer's matrices are split over the ranks, which all work on the same batch.
 
 Idea
-    An MLP is GELU(xA)B. Split A by columns and B by rows: rank i computes GELU(xA_i)B_i, and the sum over
-    ranks is the MLP's output: forward all-reduces that, backward the gradient of x. Attention is split by
-    heads, embedding and head by vocabulary; norms are replicated (Megatron-LM, arXiv 1909.08053, section 3).
+    An MLP is GELU(xA)B. Split A by columns, B by rows: rank i computes GELU(xA_i)B_i; forward all-reduces the
+    sum, backward x's gradient, so each rank has all gradients of what is replicated (norms). Attention is
+    split by heads, embedding and logits by vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
 
 Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: single.py)
     parameters    (w+c)(P+(6L+2+s)h(N-1))/N                replicated: 6h a block, norm 2h, positions sh
-    gradients     w(P+(6L+2+s)h(N-1))/N+3cG/2              G, 2^24 or a larger tensor, in bf16 and fp32
+    gradients     w(P+(6L+2+s)h(N-1))/N+3cG/2              of G at a time in bf16 and fp32: see MasterWeights
     optimizer     K(P+(6L+2+s)h(N-1))/N
     activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)
-    Replicated, of a token: inputs, outputs and 2 numbers of norms, 4 of the loss. Split: q, k, v, the outputs
-    of attention, up and GELU (12h in a block), a number of each head (log-sum-exp), logits.
+    Whole, of a token: each norm's input, output, mean and 1/std; 4 numbers of the loss. Split: q, k, v, the
+    outputs of attention, up and GELU (12h in a block), each head's log-sum-exp, logits. m: 4, in fp64 8.
 
 Communication (backward of an MLP; in forward nothing hides the all-reduce after a row-parallel layer)
     compute | down, gelu, up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim loads it later, and its default arguments keep the group alive
+import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -90,7 +90,7 @@ def row_parallel(linear, x):
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows, rounded (Megatron-LM pads): tokens (b, s) -> (b, s, h)."""
+    """An embedding with about 1/N of its rows (Megatron-LM pads): tokens (b, s) -> (b, s, h)."""
     vocab = embedding.num_embeddings
     row = tokens - dist.get_rank() * vocab // dist.get_world_size()  # in this rank's weight
     elsewhere = (row < 0) | (row >= len(embedding.weight))
@@ -113,7 +113,7 @@ def parallel_cross_entropy(logits, targets, vocab):
     return total.log() - of_target
 
 
-PLAN = {  # pattern of names: (forward, dim along which the weight is split, matrices stacked: q, k, v)
+PLAN = {  # pattern of names: (forward, the weight's split dim, how many matrices it stacks: q, k, v)
     "tokens": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
     "blocks.*.proj": (row_parallel, 1, 1),
@@ -124,7 +124,7 @@ PLAN = {  # pattern of names: (forward, dim along which the weight is split, mat
 
 class TensorParallel:
     """Splits the layers of a plan such as PLAN, in place. All ranks start with rank 0's weights.
-    The caller divides by N the sizes that forward() uses, such as heads. A step:
+    The caller divides sizes in forward(), such as heads, by N. A step:
     backward() of the same microbatches on all ranks; clip_grad_norm_(); optimizer.step().
     """
 
@@ -138,7 +138,7 @@ class TensorParallel:
             for name, layer in module.named_modules():
                 if fnmatch(name, pattern):
                     if type(layer) not in (nn.Linear, nn.Embedding):
-                        raise TypeError(f"{name} is no nn.Linear or nn.Embedding: leave it out of the plan")
+                        raise TypeError(f"{name} is neither nn.Linear nor nn.Embedding: leave it out of the plan")
                     layer.forward = partial(forward, layer)
                     for param in layer.parameters():
                         if dim < param.dim():  # a row-parallel layer's bias stays whole
@@ -146,7 +146,7 @@ class TensorParallel:
                             start, end = (r * indices.shape[1] // world_size for r in (rank, rank + 1))
                             part = indices[:, start:end].flatten()  # 1/N of each matrix
                             self.split[param] = (dim, part, param.shape)
-        for param, (dim, indices, _) in self.split.items():  # once, though it be tied
+        for param, (dim, indices, _) in self.split.items():  # once, even if tied
             param.data = param.detach().index_select(dim, indices)
         for name, layer in module.named_modules():
             for param in layer.parameters(recurse=False):
@@ -159,7 +159,7 @@ class TensorParallel:
         params = [param for param in self.module.parameters() if param.grad is not None]
         squares = params[0].new_zeros((), dtype=torch.float64)
         for param in params:
-            if param in self.split or dist.get_rank() == 0:  # what all ranks have counts once
+            if param in self.split or dist.get_rank() == 0:  # replicated ones count once
                 squares += param.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(squares)
         norm = squares.sqrt()
