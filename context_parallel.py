@@ -280,7 +280,7 @@ def set_up_groups(config):
         if config.dtype == "fp64":
             refuse("--dtype fp64: a ring on GPUs takes fp32 or bf16; use --device cpu or --kind ulysses")
         if config.width % (8 * config.heads):
-            refuse(f"--width {config.width}: for a ring on GPUs must be a multiple of 8 x --heads {config.heads}")
+            refuse(f"--width {config.width}: a ring on GPUs needs a multiple of 8 x --heads {config.heads}")
     return device, text, dist.new_subgroups(config.cp)[0]
 
 

@@ -2,9 +2,9 @@
 
 Idea
     Rank i holds stage i, consecutive layers with about 1/N of the parameters. A batch is cut into k
-    microbatches, so that stages can work at once, each on a different one; naive takes one at a time. Forwards
-    before a rank's first backward: k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved 1F1B
-    (arXiv 2104.04473, section 2.2) gives rank i C chunks of the layers, the stages i, N+i, ...
+    microbatches, so that stages can work at once, each on another one (naive: one after the other). Forwards
+    before rank i's first backward: k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved
+    1F1B (arXiv 2104.04473, section 2.2) gives rank i C chunks of the layers, the stages i, N+i, ...
 
 Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; other letters: single.py)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
