@@ -71,7 +71,7 @@ def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
         for turn in range(total + warmup):  # warmup: F alone; steady: F and B in turn; cooldown: B alone
             for op, nth in (("F", turn), ("B", turn - warmup)):
                 if 0 <= nth < total:
-                    group, rest = divmod(nth, n_chunks * n_ranks)  # N microbatches pass chunk 0, then chunk 1 ...
+                    group, rest = divmod(nth, n_chunks * n_ranks)  # N pass chunk 0, then chunk 1, ...
                     chunk, member = divmod(rest, n_ranks)
                     if op == "B":
                         chunk = n_chunks - 1 - chunk
@@ -144,14 +144,14 @@ class Pipeline(nn.Module):
         self.like = [None]  # a meta tensor, of the shape of all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
-        self.ahead = 0  # receives posted early; none in step 1: NCCL connects a pair at its first message, and both wait
+        self.ahead = 0  # receives posted early; none in step 1: at a pair's first, on NCCL, both ranks wait
 
     def step(self, inputs, targets):
         """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         origin = {"F": 0, "B": self.last_stage}  # where nothing is received
         self.to_post = deque(action for action in self.actions if action.stage != origin[action.op])
-        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge keeps the graph, not the output
+        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge keeps no output
         for op, stage, j in self.actions:
             if op == "F":
                 x = inputs[j] if stage == 0 else self._receive().requires_grad_()
