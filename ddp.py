@@ -7,7 +7,7 @@ Idea
 
 Memory (bytes; P parameters, N ranks)
     parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP+3cG/2    G, 2^24 or a larger tensor, are stepped at a time: copies in bf16, fp32
+    gradients     wP+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
     optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
@@ -15,7 +15,7 @@ Communication
     network |         |                   | bucket 1 | bucket 2 | bucket 3 | bucket 4 |
 
 Costs (bytes that a rank of a ring sends in a step)
-    all-reduce    2wP(N-1)/N  of S bytes 2S(N-1)/N; microbatches but the last send nothing
+    all-reduce    2wP(N-1)/N  an all-reduce of S bytes sends 2S(N-1)/N; only the last microbatch's
 
 Run
     torchrun --nproc_per_node=2 ddp.py
@@ -23,7 +23,7 @@ Run
 
 Left out
     Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
-    buckets in order of landing, compressed gradients.
+    buckets in order of arrival, compressed gradients.
 """
 
 import argparse
@@ -44,13 +44,13 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 
 
 class DDP(nn.Module):
-    """Averages a module's gradients over the ranks of `group` (section 3.2). The plain way, after backward:
+    """Averages a module's gradients over the ranks of `group` (2006.15704, 3.2). Plainly, after backward:
 
         for param in module.parameters():
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
 
-    Here they travel during backward, in buckets of bucket_cap_mb MiB (None: a fifth of all, at most 25).
+    Here gradients travel during backward, in buckets of bucket_cap_mb MiB (None: a fifth of all, at most 25).
     All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
 
     def __init__(self, module, bucket_cap_mb=None, group=None):
@@ -71,7 +71,7 @@ class DDP(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """For a step's backwards but the last: in it they only add to this rank's own gradients."""
+        """For all of a step's backwards but the last: gradients add up on this rank only."""
         self.syncing = False
         try:
             yield
@@ -103,7 +103,6 @@ class DDP(nn.Module):
         for unit in self.units:
             unit.finish_reduce()
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         self._end_backward()  # if the last backward was in no_sync()
@@ -115,7 +114,7 @@ class DDP(nn.Module):
 
 
 class Unit:
-    """Parameters, a bucket, whose gradients travel together. They move into views of flat_grad."""
+    """A bucket: parameters whose gradients travel together, as views of flat_grad."""
 
     def __init__(self, params, group):
         self.group = group
@@ -123,7 +122,7 @@ class Unit:
         self.flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
         self.weights = params
         self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
-        self.pending = set(self.weights)  # whose gradients are not ready
+        self.pending = set(self.weights)  # gradients not ready yet
         self.reduce_work = None
         self.unreduced = False  # whether flat_grad has gradients still to be reduced
 
@@ -154,7 +153,7 @@ class Unit:
 
 
 def fill_buckets(module, cap_mb):
-    """Lists of parameters, the last ones first, each of cap_mb MiB and at most one parameter more."""
+    """Lists of parameters, the last ones first, each closed by the parameter that reaches cap_mb MiB."""
     params = [param for param in module.parameters() if param.requires_grad][::-1]
     if cap_mb is None:
         cap_mb = min(sum(param.nbytes for param in params) / 5 / 2**20, 25)

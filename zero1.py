@@ -1,8 +1,8 @@
 """ZeRO-1: as ddp.py, with the optimizer states sharded: each rank steps 1/N of the weights.
 
 Idea
-    In ddp.py all ranks compute the same optimizer step. Here each computes 1/N of it: a rank gets the sum of
-    1/N of the gradients, and then sends its new weights to all. The reduce-scatter and the all-gather are the
+    In ddp.py all ranks compute the same optimizer step. Here each computes 1/N of it: a rank gets 1/N of
+    the summed gradients, and then sends its new weights to all. The reduce-scatter and the all-gather are the
     two halves of ddp.py's all-reduce (ZeRO, arXiv 1910.02054, sections 5.1 and 7.2.1).
 
 Memory (bytes; P parameters, U in the largest unit, N ranks)
@@ -11,11 +11,11 @@ Memory (bytes; P parameters, U in the largest unit, N ranks)
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
 Communication
-    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2       | backward 1       | clip
-    network | gather 2  | gather 3  |           |            | reduce-scatter 3 | reduce-scatter 2 | 1
+    compute |          | forward 1 | forward 2 | backward 2 | backward 1       |                  | clip, step
+    network | gather 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1 |
 
 Costs (bytes that a rank of a ring sends in a step)
-    reduce-scatter    wP(N-1)/N                over gloo an all-to-all: the same bytes; bf16 is rounded once
+    reduce-scatter    wP(N-1)/N                over gloo an all-to-all of the same bytes, then one local sum
     all-gather        wP(N-1)/N                together what ddp.py's all-reduce sends
 
 Run
@@ -43,7 +43,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -51,8 +51,8 @@ class ZeRO1(nn.Module):
     """Shards an optimizer's work on a module over the ranks of `group` (ZeRO, section 5.1).
 
     Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
-    share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
-    is bf16, for any elementwise torch optimizer; parameters of another `kind`, an attribute, in others.
+    share, are one more, the root. All leave the module: model.parameters() are this rank's shards (fp32 for
+    bf16), for any elementwise torch optimizer. Parameters that differ in an attribute `kind` share none.
     All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
 
     def __init__(self, module, unit_class, group=None):
@@ -79,7 +79,7 @@ class ZeRO1(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """For a step's backwards but the last: in it they only add to this rank's own gradients."""
+        """For all of a step's backwards but the last: gradients add up on this rank only."""
         self.syncing = False
         try:
             yield
@@ -111,7 +111,6 @@ class ZeRO1(nn.Module):
                 unit.start_reduce()
             unit.finish_reduce()
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         self._end_backward()  # if the last backward was in no_sync()
@@ -122,6 +121,7 @@ class ZeRO1(nn.Module):
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
+    @torch.no_grad()
     def full_state_dict(self):
         """The plain module's state_dict. All ranks must call it."""
         for unit in self.units:
@@ -134,8 +134,8 @@ class Unit:
     """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
 
     In the module buffers replace them, which state_dict() has and no optimizer takes: `weights`, views of
-    flat_param. .data gives each a version counter of its own: else autograd would take an all-gather for an
-    in-place change of what it saved. Gradients move into views of flat_grad."""
+    flat_param. .data gives each a version counter of its own: else an all-gather between a forward and its
+    backward would be an error. Gradients move into views of flat_grad."""
 
     def __init__(self, module, params, group):
         self.group = group
@@ -154,18 +154,18 @@ class Unit:
                 if param in weight_of:
                     delattr(submodule, name)
                     submodule.register_buffer(name, weight_of[param])
-        self.pending = set(self.weights)  # whose gradients are not ready
+        self.pending = set(self.weights)  # gradients not ready yet
         self.all_gather_work = self.reduce_work = None
         self.unreduced = False  # whether flat_grad has gradients still to be reduced
         self.version = self.shard._version
 
-    @torch.no_grad()
     def unshard(self):
-        """Start to all-gather the weights, if a step may have changed the shards."""
-        self.fresh = self.shard.grad is None or self.version != self.shard._version
+        """Start to all-gather the weights, if a step may have changed the shards, and for no_grad()."""
+        stepped = self.shard.grad is None or self.version != self.shard._version
+        self.fresh = stepped or not torch.is_grad_enabled()
         if self.fresh:  # a fused step keeps the version, hence zero_grad() counts
             self.version = self.shard._version
-            self.part.copy_(self.shard)  # in fp32 the same memory
+            self.part.copy_(self.shard.data)  # in fp32 the same memory
             self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
 
     def wait_for_unshard(self, *_):
@@ -183,11 +183,11 @@ class Unit:
         elif not self.unreduced:
             self.grad_shard.copy_(self.shard.grad)  # which may have been changed, or set to zero
         self.unreduced = True
-        self.grad_views[weight].add_(weight.grad, alpha=1 / self.world_size)  # the ranks' sum is the mean
+        self.grad_views[weight].add_(weight.grad, alpha=1 / self.world_size)  # the ranks' sum is a mean
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there all-to-all, summed later.)"""
+        """Start to reduce-scatter flat_grad. (gloo's sends twice as much: there all-to-all, then a sum.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
@@ -226,8 +226,7 @@ def train(config):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
     model = ZeRO1(model, Block)
-    optimizer_class = OPTIMIZERS[config.optim]
-    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0

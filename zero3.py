@@ -18,7 +18,7 @@ Communication (with --prefetch 1; the root, which is in no unit, is gathered fir
     network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
 
 Costs (bytes that a rank of a ring sends in a step)
-    reduce-scatter    kwP(N-1)/N               over gloo an all-to-all: the same bytes; bf16 is rounded once
+    reduce-scatter    kwP(N-1)/N               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
     Nearly 3P elements for each of k microbatches, where ddp.py sends 2P in a step.
 
@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.utils._pytree import tree_leaves
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -56,8 +56,8 @@ class ZeRO3(nn.Module):
     """Shards a module's parameters, gradients and optimizer states over the ranks of `group` (section 5.3).
 
     Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
-    share, are one more, the root. All leave the module: model.parameters() are this rank's shards, fp32 if it
-    is bf16, for any elementwise torch optimizer; parameters of another `kind`, an attribute, in others.
+    share, are one more, the root. All leave the module: model.parameters() are this rank's shards (fp32 for
+    bf16), for any elementwise torch optimizer. Parameters that differ in an attribute `kind` share none.
     prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward. device:
     of shards and units (None: where the parameters are).
     All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
@@ -138,7 +138,6 @@ class ZeRO3(nn.Module):
                 unit.start_reduce()
             unit.finish_reduce()
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         grads = [shard.grad for shard in self.shards if shard.grad is not None]
@@ -167,8 +166,8 @@ class Unit:
 
     While a unit is not whole, a ShardedWeight stands for each weight.
     In the module buffers replace them, which state_dict() has and no optimizer takes: `weights`, views of
-    flat_param. .data gives each a version counter of its own: else autograd would take an all-gather for an
-    in-place change of what it saved. Gradients move into views of flat_grad."""
+    flat_param. .data gives each a version counter of its own: else an all-gather between a forward and its
+    backward would be an error. Gradients move into views of flat_grad."""
 
     def __init__(self, module, params, device, group):
         self.group = group
@@ -190,7 +189,7 @@ class Unit:
                     delattr(submodule, name)
                     submodule.register_buffer(name, weight_of[param])
                     self.slots.append((submodule, name, weight_of[param]))
-        self.pending = set(self.weights)  # whose gradients are not ready
+        self.pending = set(self.weights)  # gradients not ready yet
         self.reduce_work = None
         self.all_gather_work = None
         self.unreduced = False  # whether flat_grad has gradients still to be reduced
@@ -278,8 +277,7 @@ def train(config):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(DTYPES[config.dtype])
     model = ZeRO3(model, Block, config.prefetch, not config.no_reshard, device)
-    optimizer_class = OPTIMIZERS[config.optim]
-    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0

@@ -3,16 +3,16 @@
 Idea
     Backward computes two things: B, the gradient of a stage's input, which the stage before waits for, and
     W, the gradients of its weights, which nobody waits for. 1F1B does both at once. Here W comes later, when
-    a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). In ZB-H1 all ranks hold N microbatches,
-    as rank 0 does in 1F1B. In ZB-H2 rank i runs 2(N-i)-1 forwards, F, before its first B, then never idles.
+    a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). In ZB-H1 each rank holds N microbatches,
+    from F to W. In ZB-H2 rank i runs 2(N-i)-1 forwards, F, before its first B, then never idles.
 
-Memory (bytes; R parameters on the rank with most, (P+vh)/N at least; other letters: single.py)
+Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; other letters: single.py)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    G, 2^24 or a larger tensor, are stepped at a time: copies in bf16, fp32
+    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight: 1f1b min(k,N-i), zb-h1 min(k,N), zb-h2 min(k,2N-1); from B to W what linear layers saved.
+    In flight: 1f1b min(k,N-i), zb-h1 min(k,N), zb-h2 min(k,2N-1); from B to W two factors a linear layer.
 
-Communication (zb-h1, 4 ranks; F sends its output a row down, B a gradient up; each one turn; . is idle)
+Communication (zb-h1, 4 ranks; F sends its output a row down, B a gradient up; a column is a turn; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
@@ -21,8 +21,8 @@ Communication (zb-h1, 4 ranks; F sends its output a row down, B a gradient up; e
 Costs (bytes that the busiest rank sends in a step of k microbatches)
     send          min(2,N-1)kwbsh              F: its output, to the next stage; B: its input's gradient, back
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
-    Idle part, if F = B = W and k >= 2N-1: 1f1b (N-1)/(k+N-1), zb-h1 (N-1)/(3k+N-1), zb-h2 0, from a rank's
-    first action to its last. As all wait for the norm of all, a step takes 3k+N-1 turns in zb-h1 and zb-h2.
+    Bubble, if F = B = W and k >= 2N-1: 1f1b (N-1)/(k+N-1), zb-h1 (N-1)/(3k+N-1), zb-h2 0, from rank 0's first
+    action to its last. All wait for the norm of all, so a step takes 3k+N-1 turns in zb-h1 and zb-h2.
 
 Run
     torchrun --nproc_per_node=2 zero_bubble.py --accum 8
@@ -54,9 +54,9 @@ NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's 
 
 
 def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
-    """Each rank's Actions, in order. name: 1f1b, zb-h1, zb-h2 (n_chunks is for interleaved ones)."""
+    """Each rank's Actions, in order. name: 1f1b, zb-h1, zb-h2 (n_chunks: as in pipeline.py, unused)."""
     depth = 2 if name == "zb-h2" else 1
-    first_w = depth * (n_ranks - 1)  # W begins in the same turn on all ranks
+    first_w = depth * (n_ranks - 1)  # W begins in the same round on all ranks
     schedule = []
     for rank in range(n_ranks):
         begins = {"F": 0, "B": first_w - depth * rank}
@@ -74,7 +74,7 @@ def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
 def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
     """Idle part of the time of the rank that takes longest, first action to last. For site/book.py, tests."""
     duration = {"F": t_f, "B": t_b, "W": t_w}
-    if schedule[0][-1].op == "B":  # 1f1b, where it does W, too
+    if schedule[0][-1].op == "B":  # 1f1b, where B does W, too
         duration["B"] += t_w
     arrival = defaultdict(float)  # {action: when what it needs is there}
     before = None
@@ -96,7 +96,7 @@ def split_layers(layers, n_stages):
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     ends = []
     for end in range(1, len(layers)):
-        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
+        middle = sum(sizes[:end]) + sizes[end] / 2  # the middle of the next layer
         share = sum(sizes) * (len(ends) + 1) / n_stages
         if middle > share or len(layers) - end < n_stages - len(ends):
             ends.append(end)
@@ -104,8 +104,8 @@ def split_layers(layers, n_stages):
 
 
 def deferred_linear(later, layer, x):
-    """A linear layer whose backward does B alone, and appends the two factors of W to later[-1]."""
-    output = F.linear(x, layer.weight.detach(), layer.bias).requires_grad_()  # if x and bias are frozen
+    """A linear layer whose backward leaves out W, and appends its two factors to later[-1]."""
+    output = F.linear(x, layer.weight.detach(), layer.bias).requires_grad_()  # if all is frozen
     output.register_hook(lambda grad: later[-1].append((layer.weight, grad, x.detach())))
     return output
 
@@ -146,14 +146,14 @@ class Pipeline(nn.Module):
         self.like = [None]  # a meta tensor, of the shape of all messages
         self.posted = deque()  # (work, buffer)
         self.sent = deque()
-        self.ahead = 0  # receives posted early; none in step 1: a pair's first on NCCL blocks until both call
+        self.ahead = 0  # receives posted early; none in step 1: at a pair's first, on NCCL, both ranks wait
 
     def step(self, inputs, targets):
         """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         origin = {"F": 0, "B": self.last_stage, "W": self.rank}  # where nothing is received
         self.to_post = deque(action for action in self.actions if action.stage != origin[action.op])
-        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge lets its output be freed
+        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge keeps no output
         for op, stage, j in self.actions:
             if op == "F":
                 x = inputs[j] if stage == 0 else self._receive().requires_grad_()
@@ -170,7 +170,7 @@ class Pipeline(nn.Module):
                 x, output = in_flight.pop((stage, j))
                 gradient = None if stage == self.last_stage else self._receive()
                 torch.autograd.backward(output, gradient)
-                del output, gradient  # and the graph, whose hooks hold inputs
+                del output, gradient  # else the graph's hooks hold x during the next forward
                 if self.actions[-1].op == "B":  # 1f1b: the stage before waits for W, too
                     self._weight_gradients()
                 if stage > 0:
@@ -218,7 +218,7 @@ class Pipeline(nn.Module):
             raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")
         self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op]))
         if len(self.sent) > MAX_SENT:
-            self.sent.popleft().wait()  # it arrived long ago; its work held the tensor
+            self.sent.popleft().wait()  # frees the tensor; a rank too far ahead waits here
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
@@ -239,7 +239,7 @@ class Pipeline(nn.Module):
             dist.broadcast(param.data, min(ranks))
 
 
-class AddPositions(nn.Sequential):  # wraps that embedding: (b, s, h) -> (b, s, h)
+class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h) -> (b, s, h)
     def forward(self, x):
         return x + self[0].weight[: x.shape[1]]
 

@@ -84,11 +84,11 @@ def optimizer_of(model):
 
 
 def train(model, steps):
-    """Train a wrapped or a plain model; skip a step in three ways before each; clip in the first alone."""
+    """Train a wrapped or a plain model; skip a step in three ways before each two; clip in the first alone."""
     optimizer = optimizer_of(model)
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*model.parameters()]))
     for i, step in enumerate(steps):
-        for model.syncing, clips, done in (0, 0, 0), (1, 0, 0), (1, 1, 0), (i, 1 - i, 1):
+        for model.syncing, clips, done in (0, 0, 0), (1, 0, 0), (1, 1, 0), (i, 1 - i, 1), (1, 0, 1):
             for x in step:
                 (getattr(model, "module", model)(x).square().mean() / 2).backward()
                 with torch.no_grad():
@@ -250,7 +250,7 @@ def check_failed(name):
 
 @on_ranks(2)
 def check_late(name):
-    """zero_grad() before forward may also set .grad to zero; between forward and backward it is refused."""
+    """zero_grad() may also set .grad to zero, or follow an evaluation; between forward and backward not."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 2)).bfloat16()
     _, model = wrap(name, copy.deepcopy(plain), nn.Linear)
@@ -262,10 +262,14 @@ def check_late(name):
         grads.append([param.grad.clone() for param in model.parameters()])
         optimizer.zero_grad(set_to_none=False)
     assert all(torch.equal(*pair) for pair in zip(*grads)), "a gradient set to zero is there again"
+    model(x).sum().backward()
     optimizer.step()
+    with torch.no_grad():
+        evaluated = model(x)
     loss = model(x).sum()
     optimizer.zero_grad()
     said = error_of(loss.backward)
+    assert torch.equal(evaluated, model(x)), "evaluated before the step"
     assert ("zero_grad() between" in said) == (Path(name).stem in ("zero1", "zero2")), f"old weights: {said}"
 
 
@@ -278,6 +282,7 @@ test_zero3_has_one_unit_whole_or_two = holds("zero3", check_gathering)
 MUTANTS = [
     ("ddp zero1 zero2 zero3", "weight not in unit.pending", "False", check_failed, "an old gradient"),
     ("zero1 zero2", " and not self.fresh", " and False", check_late, "old weights"),
+    ("zero1 zero2", "stepped or not torch.is_grad_enabled()", "stepped", check_late, "before the step"),
     ("zero1", "elif not self.unreduced", "elif False", check_late, "there again"),
     ("ddp zero1", "dist.broadcast(tensor, group_src=0, group=group)", "pass", check_odd, "weights differ"),
     ("zero1 zero2 zero3", "1 / self.world_size", "1", check_parity, "norms differ"),
@@ -286,7 +291,7 @@ MUTANTS = [
     ("ddp", "view.copy_(weight.grad)", "view.add_(weight.grad)", check_parity, "losses differ"),
     ("ddp", "view.zero_()", "pass", check_odd, "weights differ"),
     ("ddp zero1", "self._end_backward()  #", "pass  #", check_odd, "weights differ"),
-    ("zero1 zero2", "self.version != self.shard._version", "not self.version", check_odd, "weights differ"),
+    ("zero1 zero2", "self.version != self.shard._version", "False", check_odd, "weights differ"),
     ("zero1 zero2", "if self.fresh:", "if self.version != self.shard._version:", check_parity, "losses diff"),
     ("zero1 zero2 zero3", 'getattr(param, "kind", None)', "None", check_odd, "weights differ"),
     ("zero1 zero2 zero3", "unit[0][0] is not module", "True", check_timeline, "another order"),
