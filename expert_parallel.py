@@ -2,25 +2,25 @@
 
 Idea
     A mixture of experts has X MLPs in place of one; a router sends each token to the t most probable, and
-    their outputs, weighted by probability, are added up (arXiv 1701.06538): X times the MLP's parameters, t
-    times its FLOPs. Each of e ranks (--ep) has X/e of the experts; all-to-alls take tokens there and back
-    (GShard, arXiv 2006.16668). What pushes towards equally busy experts: a loss (Switch, 2101.03961) over all
-    ranks' tokens (2501.11873); or --balance bias, which changes the choice, not the weights (2408.15664).
+    their outputs, weighted by gates, are added up (arXiv 1701.06538): X times the MLP's parameters, t times its
+    FLOPs. Each group of e ranks (--ep) has all experts, X/e a rank; all-to-alls take tokens there and back
+    (GShard, arXiv 2006.16668). Experts are kept equally busy by a loss (Switch, 2101.03961) over all ranks'
+    tokens (2501.11873), or by --balance bias, which changes the choice, not the gates (2408.15664).
 
 Memory (bytes; U parameters in an expert, D outside them; M = (L+1)//2 mixtures; other letters: single.py)
     parameters    (w+c)(D+MXU/e)
-    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, k > 1, also a microbatch's: casts run last
+    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, k > 1, also bf16 ones: backward casts them last
     optimizer     K(D+MXU/e)
 
-Communication (rank 0 of 2 has tokens 0-2, experts A, B; rank 1 3-5, C, D; 0C: token 0 for C; | cuts parts)
+Communication (rank 0 of 2 has tokens 0-2, experts A, B; rank 1 3-5, C, D; 0C: token 0 for C; rows: rank 0's)
     1 by token              0B 0C 1A 1B 2D 2A         all-gather of counts
     2 by expert             1A 2A 0B 1B | 0C 2D       all-to-all: 0C and 2D go to rank 1
     3 by rank, by expert    1A 2A 0B 1B | 3A 4B 5B
     4 by expert, by rank    1A 2A 3A | 0B 1B 4B 5B    A and B compute
     5 outputs go back       order 3; all-to-all; order 2; weighted and added up by token; backward: reversed
 
-Costs (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens, of N ranks together)
-    all-to-all    4wkM(tbsh/N)(e-1)/e           in the mean; what is sent depends on the tokens
+Costs (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens over all N ranks)
+    all-to-all    4wkM(tbsh/N)(e-1)/e           on average, without a --capacity-factor
     all-gather    8kMX(N-1)                     how many tokens of each rank chose each expert
     all-reduce    2m(D(N-1)+MXU(N-e)/e)/N       gradients; experts' among the N/e ranks that have the same
 
@@ -29,8 +29,8 @@ Run
     torchrun --nproc_per_node=8 expert_parallel.py --size gpt2 --experts 64 --dtype bf16 --capacity-factor 2
 
 Left out
-    Router z-loss and noise, one kernel for a rank's experts (a loop here), overlap of all-to-alls, gradient
-    buckets and their overlap (an all-reduce each, after backward), fixed shapes (here the host waits for
+    Router z-loss and noise, grouped GEMM (a loop over experts here), overlap of all-to-alls, gradient buckets
+    and their overlap (an all-reduce a parameter, after backward), fixed shapes (here the host waits for
     counts once in each mixture and microbatch: the sizes of its all-to-alls and of its experts' inputs).
 """
 
@@ -55,7 +55,7 @@ class MoE(nn.Module):
 
     Sets load (X,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond an
     expert's capacity; and balance_loss, whose mean over ranks is 1 if all are equally busy (2101.03961, 2.2).
-    It chooses by probability plus bias (X,), a buffer to be kept in fp32, which train() moves.
+    It chooses by probability plus bias (X,), a buffer to be kept in fp32, which train() updates.
     """
 
     def __init__(self, width, hidden, experts, top_k, group=None, capacity_factor=math.inf):
@@ -86,8 +86,7 @@ class MoE(nn.Module):
         total = counts.sum()
         self.dropped = 1 - kept.sum() / total
         share = self.load.to(probs) / total
-        even = 1 / len(share)
-        self.balance_loss = share @ probs.mean(0) / even
+        self.balance_loss = len(share) * (share @ probs.mean(0))  # 1 if even
 
         rank = dist.get_rank()
         by_expert = chosen.argsort(stable=True)  # order 2: indices of choices
@@ -112,7 +111,7 @@ class MoE(nn.Module):
     def cut_to_capacity(self, counts):
         """Cut counts (N, X) to the capacity: lower ranks, and in forward() earlier tokens, come first."""
         mean = counts.sum() / counts.shape[1]
-        capacity = (self.capacity_factor * mean).ceil().clamp(min=4)  # at least DeepSpeed's min_capacity
+        capacity = (self.capacity_factor * mean).ceil().clamp(min=4)  # 4: DeepSpeed's default min_capacity
         taken = counts.cumsum(0) - counts  # by tokens of earlier ranks
         left = (capacity - taken).clamp(min=0)
         return left.minimum(counts).long()
@@ -180,7 +179,7 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device)  # all ranks': places go by the order of all tokens
+        batches = microbatches(config, text, step, device)  # all ranks': capacity is filled in their order
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = loads = 0
         for batch in batches:
@@ -204,7 +203,7 @@ def train(config):
 
 
 def print_loads(mixtures, loads):
-    """Print mixtures' loads (M, X), MaxVio: max / mean - 1 (arXiv 2408.15664), a last microbatch's drops."""
+    """Print mixtures' loads (M, X), MaxVio = max / mean - 1 (arXiv 2408.15664), last microbatch's drops."""
     for moe, load in zip(mixtures, loads.tolist()):
         max_vio = max(load) / np.mean(load) - 1
         print(f"tokens per expert {load} | MaxVio {max_vio:.2f} | dropped {moe.dropped:.1%}")
@@ -214,11 +213,9 @@ def average_gradients(model, ep_group, expert_dp_group, max_norm):
     """Make each .grad the mean over ranks, which have equally many tokens, and clip it. Returns the norm."""
     squares = {"experts": 0, "others": 0}
     for name, param in model.named_parameters():
-        kind = "others"
-        replicas = None  # the world
+        kind, replicas = "others", None  # None: the world
         if ".experts." in name:
-            kind = "experts"
-            replicas = expert_dp_group
+            kind, replicas = "experts", expert_dp_group
         if dist.get_world_size(replicas) > 1:
             dist.all_reduce(param.grad, group=replicas)
         param.grad /= dist.get_world_size()  # experts', too: they are sums over the tokens of all ranks
@@ -240,7 +237,7 @@ def save(model, path):
 
 
 def set_up_groups(config):
-    """Check the flags and join. Returns device, text, groups of ranks with all and with the same experts."""
+    """Check the flags and join. Returns device, text, the ranks that share experts, and those with ours."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     largest_ep = math.gcd(world_size, config.experts)
     config.ep = config.ep or largest_ep
@@ -272,7 +269,7 @@ def parse(arguments=None):
     own.add_argument(
         "--ep",
         type=int,
-        help="ranks that share the experts (none: the most that divides ranks and experts)",
+        help="ranks that share the experts (default: the most that divides ranks and experts)",
     )
     own.add_argument(
         "--capacity-factor",

@@ -84,7 +84,7 @@ def optimizer_of(model):
 
 
 def train(model, steps):
-    """Train a wrapped or a plain model; skip a step in three ways before each two; clip in the first alone."""
+    """Train a wrapped or a plain model; skip a step in three ways before each two; clip in the first."""
     optimizer = optimizer_of(model)
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*model.parameters()]))
     for i, step in enumerate(steps):
