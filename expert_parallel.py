@@ -2,8 +2,8 @@
 
 Idea
     A mixture of experts has X MLPs in place of one; a router sends each token to the t most probable, and
-    their outputs, weighted by gates, are added up (arXiv 1701.06538): X times the MLP's parameters, t times its
-    FLOPs. Each group of e ranks (--ep) has all experts, X/e a rank; all-to-alls take tokens there and back
+    their outputs, weighted by gates, are added up (arXiv 1701.06538): X times the MLP's parameters, t times
+    its FLOPs. A group of e ranks (--ep) has all experts, X/e a rank; all-to-alls take tokens there and back
     (GShard, arXiv 2006.16668). Experts are kept equally busy by a loss (Switch, 2101.03961) over all ranks'
     tokens (2501.11873), or by --balance bias, which changes the choice, not the gates (2408.15664).
 
@@ -213,9 +213,11 @@ def average_gradients(model, ep_group, expert_dp_group, max_norm):
     """Make each .grad the mean over ranks, which have equally many tokens, and clip it. Returns the norm."""
     squares = {"experts": 0, "others": 0}
     for name, param in model.named_parameters():
-        kind, replicas = "others", None  # None: the world
+        kind = "others"
+        replicas = None  # the world
         if ".experts." in name:
-            kind, replicas = "experts", expert_dp_group
+            kind = "experts"
+            replicas = expert_dp_group
         if dist.get_world_size(replicas) > 1:
             dist.all_reduce(param.grad, group=replicas)
         param.grad /= dist.get_world_size()  # experts', too: they are sums over the tokens of all ranks
