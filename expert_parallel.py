@@ -86,7 +86,8 @@ class MoE(nn.Module):
         total = counts.sum()
         self.dropped = 1 - kept.sum() / total
         share = self.load.to(probs) / total
-        self.balance_loss = len(share) * (share @ probs.mean(0))  # 1 if even
+        even = 1 / len(share)
+        self.balance_loss = share @ probs.mean(0) / even
 
         rank = dist.get_rank()
         by_expert = chosen.argsort(stable=True)  # order 2: indices of choices
