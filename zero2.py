@@ -188,7 +188,7 @@ class Unit:
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
             for gradient in self.received.view(-1, len(self.part)):
-                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
+                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
 

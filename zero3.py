@@ -29,7 +29,7 @@ Run
 Left out
     Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
     nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
-    outputs in containers that pytree does not know.
+    outputs in containers that pytree does not know, cuDNN's LSTM, which moves its weights.
 """
 
 import argparse
@@ -101,7 +101,7 @@ class ZeRO3(nn.Module):
         unit.wait_for_unshard()
 
     def _pre_forward(self, unit, *_):
-        if not unit.in_backward:  # else activation checkpointing recomputes
+        if not unit.in_backward:  # in it, activation checkpointing recomputes
             self._unshard_from(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
@@ -151,7 +151,7 @@ class ZeRO3(nn.Module):
         """The plain module's state_dict on rank 0's CPU; {} elsewhere. All ranks must call it."""
         state_dict = {}
         for unit in self.units:
-            unit.reshard()  # it may be whole and old
+            unit.reshard()  # it may be whole and stale
             unit.unshard()
             unit.wait_for_unshard()
             if dist.get_rank(self.group) == 0:
@@ -248,7 +248,7 @@ class Unit:
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
             for gradient in self.received.view(-1, len(self.part)):
-                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
+                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
 

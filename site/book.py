@@ -216,6 +216,17 @@ def changes_page(old, new):
     return {"code": code, "docstring": docstring, "gone": gone, "come": come}
 
 
+def exercises():
+    """The path of learn.py, in Markdown."""
+    learn = importlib.import_module("learn")
+    usage = learn.__doc__.split("\n\n")
+    table = ["| exercise | minutes | what is missing | hint |", "|---|---|---|---|"]
+    for name, what, minutes, hint in learn.read_path():
+        lesson, _ = learn.lesson_of(name)
+        table.append(f"| `learn.py fill {name}` | {minutes} | `{what}` in [{lesson}.py]({lesson}.py) | {hint} |")
+    return "\n\n".join(["# Do it yourself", usage[0], f"```\n{usage[1]}\n```", "\n".join(table)])
+
+
 def build(target):
     """Write the site to a folder."""
     target.mkdir(parents=True, exist_ok=True)
@@ -230,6 +241,7 @@ def build(target):
     write("index", "index.html", "rankzero", intro=prose(README.split("\n\n")[1]))
     write("explore", "explore.html", "Explore")
     write("readme", "text.html", "Use", text=prose(README))
+    write("learn", "text.html", "Do it", text=prose(exercises()))
     results = {path.stem: path.read_text() for path in sorted((ROOT / "docs/results").glob("*.md"))}
     titles = {name: text.split("\n")[0].lstrip("# ") for name, text in results.items()}
     write("results", "results.html", "Measured", titles=titles)

@@ -36,6 +36,8 @@ LESSONS = {
 }
 # Whoever adds a feature to these takes one away, or makes its case here.
 OTHERS = {
+    "learn.py": (400, 3400),
+    "tools/promises.py": (260, 2300),
     "plan.py": (480, 3900),
     "test_all.py": (600, 5500),
     "README.md": (190, 9999),

@@ -59,14 +59,18 @@ def read_formulas(lesson, config):
     return formulas
 
 
-def evaluate(formula, letters):
-    """The value of a formula such as 2wP(N-1)/N, in which neighbours are multiplied."""
+def spelled(formula):
+    """A formula such as 2wP(N-1)/N, in which neighbours are multiplied, as Python: 2*w*P*(N-1)/N."""
     words = re.findall(r"max|min|[A-Za-z]|\d+|\S", formula)
     text = ""
     for word, after in zip(words, [*words[1:], ""]):
         is_factor = word not in ("max", "min") and (word.isalnum() or word == ")")
         text += word + "*" * (is_factor and (after.isalnum() or after == "("))
-    return eval(text, {"max": max, "min": min}, letters)
+    return text
+
+
+def evaluate(formula, letters):
+    return eval(spelled(formula), {"max": max, "min": min}, letters)
 
 
 def letters_of(lesson, config, ranks, backend):

@@ -1,0 +1,342 @@
+"""Something to do: fill in, find the bug, predict, catch. Made from the lessons and from the tests' mutants.
+
+    python learn.py                 the path: what is done, what comes next, minutes each
+    python learn.py fill zero1      writes exercises/zero1.py: the bodies of some functions are missing
+    python learn.py check zero1     are they right? promises in order, up to the first that breaks
+    python learn.py show zero1      the lesson's own lines for what is still missing
+    python learn.py bug 17          writes exercises/bug17.py: a line is wrong, and only the symptom is told
+    python learn.py catch 5         writes exercises/catch5.py: an assertion that a lesson keeps, mutants not
+    python learn.py predict zero3   asks for the bytes held and sent; tools/ledger.py's measurement judges
+
+A file that exists is written again with --again alone. Progress: exercises/.progress.json.
+"""
+
+import argparse
+import ast
+import difflib
+import json
+import random
+import re
+import sys
+import tempfile
+import textwrap
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+import ledger
+from promises import ROOT, SHAPE, SIZES, SYMPTOMS, find_mutants, promises, run
+
+EXERCISES = ROOT / "exercises"
+# name: a lesson, or a part of it | missing: bodies, or the line with this piece | minutes | hint
+PATH = """
+single                | / config.accum | 5 | a microbatch's loss: gradients add up, and a mean is wanted
+single-clip           | clip_grad_norm_ | 10 | one norm of all; scale by max_norm / norm, at most 1
+collectives           | ring_reduce_scatter | 20 | N - 1 times: send a chunk on, add the one that comes
+collectives-gather    | ring_all_gather | 10 | N - 1 times: pass on the chunk that came last
+dp_threads            | parallel_apply | 10 | a thread for each replica; outputs in the replicas' order
+dp_threads-sum        | sum_gradients | 15 | all replicas' gradients, added up on the first device
+dp_async              | Server.may_go_on | 10 | bsp waits for all, asp for nobody, ssp for the slowest worker
+ddp                   | div_(self.world_size) | 5 | all-reduce adds up, and the mean over ranks is wanted
+ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends at its cap
+ddp-overlap           | DDP._gradient_ready Unit.start_reduce Unit.finish_reduce | 30 | start during backward
+zero1                 | Unit.start_reduce Unit.finish_reduce | 20 | a rank needs the sum of its own 1/N only
+zero1-gather          | Unit.unshard Unit.wait_for_unshard | 15 | after a step the others lack this rank's 1/N
+zero1-units           | find_units | 15 | a unit for each block; the rest is the root's
+zero2                 | Unit.collect Unit.finish_reduce | 25 | whole gradients live from backward to reduction
+zero3                 | Unit.unshard Unit.wait_for_unshard Unit.reshard | 30 | a storage is filled and freed
+zero3-prefetch        | ZeRO3._unshard_from | 10 | the next unit travels while this one computes
+zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is called when
+offload               | Unit.start_reduce Unit.finish_reduce | 30 | reduce, copy down, add; main goes on
+tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hides behind the weight's gradient
+tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of a token
+sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and an all-gather
+context_parallel      | merge | 15 | two softmaxes over parts of the keys become one
+context_parallel-ring | visible rotate | 25 | whose keys are here after so many hops, and who sees them
+expert_parallel       | MoE.run_experts | 40 | orders 2 to 5 of the docstring
+pipeline              | build_schedule | 30 | warmup: F alone; then F and B in turn; cooldown: B alone
+pipeline-step         | Pipeline.step | 40 | walk the actions: receive, compute, send
+zero_bubble           | deferred_linear Pipeline._weight_gradients | 25 | keep W's two factors for later
+zero_bubble-schedule  | build_schedule | 30 | W where a rank would wait
+parallel_3d           | Mesh.group | 15 | ranks that differ in one coordinate
+checkpointing         | Checkpoint.recompute | 20 | forward again, with the random numbers of the first time
+zero_r                | Partitioned.partition Partitioned.start_all_gather | 30 | 1/N of a block's input stays
+fusion                | FlashAttention.forward | 40 | tile by tile, with a running maximum and sum
+resume                | ShardedOptimizer.step | 25 | each rank steps its 1/N
+"""
+CATCH = '''"""An assertion that {lesson}.py keeps, and that three hidden mutants of it break."""
+
+
+def check(run):
+    """run(2, "--accum 3") is what 2 ranks did with these flags: {{"losses": [...], "grad_norms": [...],
+    "weights": {{...}}, "held": {{name: {{"formula", "measured"}}}}, "sent": {{name: {{"formula", "wire"}}}}}}
+    or {{"error": ...}}."""
+    assert "error" not in run(1)
+'''
+
+
+def refuse(problem):
+    """End with exit code 2, and say in one line what to change."""
+    print(f"learn.py: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_path():
+    """[name, what is missing, minutes, hint] of each exercise, from easy to hard."""
+    rows = []
+    for line in PATH.strip().splitlines():
+        rows.append([cell.strip() for cell in line.split("|")])
+    return rows
+
+
+def lesson_of(name):
+    """The lesson of an exercise, and its source."""
+    lesson = name.split("-")[0]
+    return lesson, (ROOT / f"{lesson}.py").read_text()
+
+
+# ---- what an exercise is made from ----
+
+
+def bodies_of(source, names):
+    """[(first line, last line, indentation)], from 0, of the bodies of functions, and of all of a class."""
+    bodies = []
+    for node in ast.parse(source).body:
+        functions = [node]
+        if isinstance(node, ast.ClassDef):
+            functions = [child for child in node.body if isinstance(child, ast.FunctionDef)]
+        for function in functions:
+            name = getattr(function, "name", "")
+            if function is not node and node.name not in names:
+                name = f"{node.name}.{name}"
+            elif function is not node:
+                name = node.name
+            if name in names:
+                body = function.body[1:] if ast.get_docstring(function) else function.body
+                bodies.append((body[0].lineno - 1, body[-1].end_lineno, body[0].col_offset))
+    return bodies
+
+
+def missing_in(source, what):
+    """[(first line, last line, indentation)] of what an exercise leaves out."""
+    bodies = bodies_of(source, what.split())
+    if bodies:
+        return bodies
+    lines = source.splitlines()
+    number = next(i for i, line in enumerate(lines) if what in line)
+    return [(number, number + 1, len(lines[number]) - len(lines[number].lstrip()))]
+
+
+def emptied(source, what, hint):
+    """A lesson's source without these bodies, or this line."""
+    lines = source.splitlines()
+    for first, last, indentation in reversed(missing_in(source, what)):
+        lines[first:last] = [f"{' ' * indentation}raise NotImplementedError({hint!r})"]
+    return "\n".join(lines) + "\n"
+
+
+def bugs():
+    """[(lesson, source, symptom)] of the mutants of which something shows, in the path's order."""
+    symptoms = json.loads(SYMPTOMS.read_text())
+    order = [name for name, *_ in read_path()]
+    found = []
+    for key, (lesson, old, new) in find_mutants().items():
+        if symptoms.get(key):
+            _, source = lesson_of(lesson)
+            found.append((lesson, source.replace(old, new), symptoms[key]))
+    return sorted(found, key=lambda bug: order.index(bug[0]))
+
+
+def hidden_mutants(number):
+    """(lesson, sources of three of its mutants); catches have numbers, in the order of lessons."""
+    sources = {}
+    for lesson, source, _ in bugs():
+        sources.setdefault(lesson, []).append(source)
+    enough = [lesson for lesson in sources if len(sources[lesson]) >= 3]
+    if not 1 <= number <= len(enough):
+        refuse(f"catch {number}: must be from 1 to {len(enough)}")
+    lesson = enough[number - 1]
+    return lesson, random.Random(number).sample(sources[lesson], 3)
+
+
+def made(name):
+    """(lesson, the text of an exercise's file, what to say of it)."""
+    for exercise, what, minutes, hint in read_path():
+        if name == exercise:
+            lesson, source = lesson_of(name)
+            return lesson, emptied(source, what, hint), f"{minutes} minutes. {what}: {hint}."
+    kind, number = name[:3], name[3:]
+    if name.startswith("catch"):
+        kind, number = name[:5], name[5:]
+    if kind not in ("bug", "catch") or not number.isdecimal():
+        refuse(f"{name}: no such exercise; python learn.py shows them")
+    if kind == "catch":
+        lesson, _ = hidden_mutants(int(number))
+        return (
+            lesson,
+            CATCH.format(lesson=lesson),
+            f"Write check(): {lesson}.py passes, three mutants fail.",
+        )
+    known = bugs()
+    if not 1 <= int(number) <= len(known):
+        refuse(f"bug {number}: must be from 1 to {len(known)}")
+    lesson, source, symptom = known[int(number) - 1]
+    return lesson, source, "\n".join([f"{lesson}.py, in which one line is wrong. What shows:", *symptom])
+
+
+def write(name, again):
+    """Write an exercise's file."""
+    _, text, words = made(name)
+    path = EXERCISES / f"{name}.py"
+    if path.exists() and not again:
+        refuse(f"exercises/{name}.py: exists; --again writes it anew")
+    EXERCISES.mkdir(exist_ok=True)
+    path.write_text(text)
+    print(f"{words}\nEdit exercises/{name}.py, then: python learn.py check {name}")
+
+
+def show(name):
+    """Print the lesson's lines for what is missing."""
+    lesson, source = lesson_of(name)
+    for exercise, what, minutes, hint in read_path():
+        if name == exercise:
+            print(f"You miss {minutes} minutes of thinking about: {hint}. From {lesson}.py:")
+            for first, last, _ in missing_in(source, what):
+                print()
+                for number in range(first, last):
+                    print(f"{number + 1:>4} {source.splitlines()[number]}")
+            return
+    refuse(f"show {name}: no exercise of the path")
+
+
+# ---- whether it is right ----
+
+
+def read_progress():
+    path = EXERCISES / ".progress.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def add_attempt(name, done):
+    """Note an attempt; the file is replaced as a whole. Returns how many there were."""
+    progress = read_progress()
+    entry = progress.setdefault(name, {"attempts": 0, "done": False})
+    entry["attempts"] += 1
+    entry["done"] |= done
+    EXERCISES.mkdir(exist_ok=True)
+    draft = EXERCISES / ".progress.new"
+    draft.write_text(json.dumps(progress))
+    draft.replace(EXERCISES / ".progress.json")
+    return entry["attempts"]
+
+
+def check(name):
+    """Say which promises an exercise's file keeps, up to the first that it breaks."""
+    lesson, before, _ = made(name)
+    path = EXERCISES / f"{name}.py"
+    if not path.exists():
+        refuse(f"exercises/{name}.py: not there yet; fill, bug or catch writes it")
+    promised = catch_promises if name.startswith("catch") else promises
+    problem = None
+    for promise, problem in promised(str(path), lesson):
+        print(f"{'no: ' if problem else 'yes:'} {promise}")
+        if problem:
+            print(textwrap.fill(problem, 90, initial_indent="     ", subsequent_indent="     "))
+            break
+    diff = difflib.ndiff(before.splitlines(), path.read_text().splitlines())
+    changed = sum(line[0] in "+-" for line in diff)
+    attempts = add_attempt(name, not problem)
+    print(f"{'Not yet' if problem else 'Done'}: attempt {attempts}, {changed} lines taken or added.")
+    sys.exit(1 if problem else 0)
+
+
+def catch_promises(path, _):
+    """Yield, as promises() does, whether a check holds on a lesson, and fails on each of its mutants."""
+    checker = ledger.load(path)
+    lesson, mutants = hidden_mutants(int(Path(path).stem.removeprefix("catch")))
+    _, source = lesson_of(lesson)
+    with tempfile.TemporaryDirectory() as folder:
+        for i, text in enumerate([source, *mutants]):
+            file = Path(folder, f"{lesson}-{i}.py")
+            file.write_text(text)
+            failed = None
+            try:
+                checker.check(partial(run, str(file), lesson))
+            except Exception as error:
+                failed = f"{type(error).__name__} {error}"
+            if i == 0:
+                yield f"it holds on {lesson}.py", failed
+            else:
+                caught = failed and failed.startswith("AssertionError")
+                yield f"it fails on mutant {i}", None if caught else failed or "it holds there, too"
+
+
+def value_of(answer):
+    """Of a number, or of a term such as 2*4*419328*3/4; -1 if it is none."""
+    if re.fullmatch(r"[\d.+*/() -]{1,80}", answer) and "**" not in answer:
+        with suppress(SyntaxError, TypeError, ZeroDivisionError):
+            return eval(answer)
+    return -1
+
+
+def predict(lesson):
+    """Ask for bytes held and sent, at a shape that changes daily. What is measured is right, within 1 %."""
+    if lesson not in [name for name, *_ in read_path()]:
+        refuse(f"predict {lesson}: no such lesson")
+    dice = random.Random(f"{lesson} {time.strftime('%x')}")
+    size = dice.choice(SIZES.get(lesson, (2, 4)))
+    flags = f"--width {dice.choice((24, 48, 96))} --layers {dice.choice((2, 4, 6))}"
+    found = run(str(ROOT / f"{lesson}.py"), lesson, size, flags)
+    letters = found["letters"]
+    print(f"{lesson}.py on {size} ranks: {SHAPE} {flags} --dtype fp64. Its docstring has the formulas.")
+    print("How many bytes? A number or a term. " + " ".join(f"{key}={letters[key]:g}" for key in letters))
+    right = True
+    for part, column in (("held", "measured"), ("sent", "wire")):
+        for name in sorted(found["formulas"].keys() & found[part].keys()):
+            formula = found["formulas"][name]
+            measured = found[part][name][column]
+            close = abs(value_of(input(f"{part}, {name}: ")) - measured) <= 0.01 * measured
+            term = re.sub(r"\b[A-Za-z]\b", lambda match: f"{letters[match[0]]:g}", ledger.spelled(formula))
+            print("  right" if close else f"  no: {measured:.0f}, by {formula}\n  {term}")
+            right &= close
+    add_attempt(f"predict {lesson}", right)
+
+
+def list_path():
+    """Print the path."""
+    progress = read_progress()
+    print("Exercises, from easy to hard: python learn.py fill NAME, then check NAME")
+    for name, _, minutes, hint in read_path():
+        done = progress.get(name, {}).get("done", False)
+        print(f"{'done' if done else '    '} {name:<22}{minutes:>3} min  {hint}"[:100])
+    known = len(bugs())
+    found = sum(name.startswith("bug") and entry["done"] for name, entry in progress.items())
+    print(f"Bugs: {found} of {known} found: python learn.py bug N, then check bugN")
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.error = refuse
+    commands = ("path", "fill", "bug", "catch", "check", "show", "predict")
+    parser.add_argument("command", nargs="?", default="path", choices=commands)
+    parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("--again", action="store_true")
+    given = parser.parse_args()
+    name = given.name.removesuffix(".py")
+    if given.command == "path":
+        list_path()
+    elif given.command == "fill":
+        write(name, given.again)
+    elif given.command in ("bug", "catch"):
+        write(given.command + name, given.again)
+    else:
+        {"check": check, "show": show, "predict": predict}[given.command](name)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (KeyboardInterrupt, EOFError):
+        sys.exit("\nlearn.py: stopped; progress is kept")

@@ -1,0 +1,97 @@
+"""The exercises of learn: each can be done, by doing it alone; what it tells of a bug is what runs show."""
+
+import json
+import random
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
+
+from tests.harness import FORK, load, said
+
+HANGS = (
+    "dist.all_reduce(squares, group=self.group)",
+    "None if dist.get_rank() else dist.all_reduce(squares)",
+)
+
+
+def fresh(function):
+    """A test that runs in a process of its own, which may fork: it has no threads."""
+
+    def test(tmp_path):
+        with ProcessPoolExecutor(1, FORK) as pool:
+            pool.submit(run_here, function.__name__, tmp_path).result()
+
+    return test
+
+
+def run_here(name, folder):
+    learn = load("learn")
+    learn.EXERCISES = folder
+    globals()[name](learn, folder)
+
+
+def broken(learn, path, lesson, text):
+    """The first promise that this text of a lesson breaks, and how."""
+    path.write_text(text)
+    return next(((promise, how) for promise, how in learn.promises(str(path), lesson) if how), ("", ""))
+
+
+def check_exercises(learn, folder):
+    for name, what, _, hint in learn.read_path():
+        lesson, text, _ = learn.made(name)
+        promise, how = broken(learn, folder / f"{name}.py", lesson, text)
+        assert f"NotImplementedError: {hint}" in how, f"{name}, without {what}: {promise}: {how}"
+    for lesson in ("single", "zero1", "dp_async"):
+        assert broken(learn, folder / "done.py", *learn.lesson_of(lesson)) == ("", "")
+
+
+def check_bugs(learn, folder):
+    known = learn.bugs()
+    assert len(known) >= 60
+    for number in random.Random(len(known)).sample(range(len(known)), 4):
+        lesson, text, symptom = known[number]
+        promise, how = broken(learn, folder / f"bug{number}.py", lesson, text)
+        assert promise in symptom[-1] and (how in symptom[-1] or "rank" in how), (symptom, promise, how)
+
+
+def check_cheats(learn, folder):
+    _, single = learn.lesson_of("single")
+    alone = single.replace("if world_size > 1:", "if False:")
+    promise, _ = broken(learn, folder / "cheat.py", "zero1", alone)
+    assert "bytes" in promise, promise
+    _, zero1 = learn.lesson_of("zero1")
+    with mock.patch.dict(learn.run.__wrapped__.__globals__, SECONDS=6):
+        _, how = broken(learn, folder / "hang.py", "zero1", zero1.replace(*HANGS))
+    assert how.startswith("it hangs: rank 0 waits in all_reduce(), line"), how
+
+
+def check_files(learn, folder):
+    learn.write("bug1", False)
+    (folder / "bug1.py").write_text("1 / 0")
+    assert "exists" in said(lambda: learn.write("bug1", False))[1][0]
+    out, _, code = said(lambda: learn.check("bug1"))
+    assert code == 1 and "division by zero" in out and "attempt 1" in out, out
+    assert json.loads((folder / ".progress.json").read_text()) == {"bug1": {"attempts": 1, "done": False}}
+    assert "NotImplementedError" not in said(lambda: learn.show("ddp"))[0]
+
+
+def check_answers(learn, folder):
+    answers = iter(["7", *[""] * 9])
+    with mock.patch("builtins.input", lambda _: next(answers)):
+        out = said(lambda: learn.predict("zero3"))[0]
+    right = [line.split()[1].strip(",") for line in out.splitlines() if line.startswith("  no:")]
+    with mock.patch("builtins.input", lambda _: right.pop(0)):
+        assert said(lambda: learn.predict("zero3"))[0].count("right") == 5, out
+    learn.write("catch1", False)
+    checks = {"pass": "it holds there, too", PARITY: None}
+    for check, expected in checks.items():
+        (folder / "catch1.py").write_text(f"def check(run):\n    {check}\n")
+        found = [how for _, how in learn.catch_promises(str(folder / "catch1.py"), "")]
+        assert found[0] is None and expected in (found[1], None), (check, found)
+
+
+PARITY = "assert round(run(2)['losses'][-1] - run(1)['losses'][-1], 6) == 0"
+test_an_exercise_fails_when_empty_and_holds_when_done = fresh(check_exercises)
+test_a_bug_shows_what_is_told = fresh(check_bugs)
+test_who_cheats_or_hangs_is_told = fresh(check_cheats)
+test_files_are_kept_and_attempts_counted = fresh(check_files)
+test_predictions_are_the_ledgers_and_mutants_are_caught = fresh(check_answers)

@@ -1,0 +1,253 @@
+"""Which promise a lesson's file breaks: it runs on 1 to 4 ranks, beside single.py and the lesson as it is.
+
+python tools/promises.py zero3.py     what a file keeps, up to the first promise that it breaks
+python tools/promises.py              what shows of each of the tests' mutants, in docs/symptoms.json
+"""
+
+import ast
+import faulthandler
+import functools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+import ledger
+import torch
+import torch._dynamo  # else every rank's optimizer loads it, in a second
+import torch.distributed as dist
+import torch.distributed.nn
+
+ROOT = Path(__file__).resolve().parent.parent
+SYMPTOMS = ROOT / "docs" / "symptoms.json"
+THREADS = {"dp_threads": "--replicas", "dp_async": "--workers"}  # whose ranks are threads of one process
+SIZES = {"single": (1,), "fusion": (1, 2), "checkpointing": (1, 2)}
+SHAPE = "--layers 3 --heads 12 --width 36 --context 24 --batch 24"
+FLAGS = f"{SHAPE} --steps 3 --dtype fp64 --lr 0.01 --clip 0.5 --device cpu --data {ROOT}/LICENSE"
+SECONDS = 40  # a run that takes longer hangs
+
+
+class Clock(ledger.Watch):
+    """A Watch that also counts the matrix products during which something travels between ranks."""
+
+    travelling = 0
+    hidden = 0
+
+    def see(self, function, given, made, args):
+        super().see(function, given, made, args)
+        if function.namespace == "c10d":
+            Clock.travelling += 1
+        elif self.on and "mm" in function.name():
+            Clock.hidden += Clock.travelling > 0
+
+
+def tell_clock(wait):
+    """Work.wait(), which tells Clock of the first wait for each work."""
+    works = []
+
+    def wait_and_tell(work, *timeout):
+        if not any(work is other for other in works):
+            works.append(work)
+            Clock.travelling -= 1
+        return wait(work, *timeout)
+
+    return wait_and_tell
+
+
+def watched(path, flags):
+    """On a rank: run a lesson's file. What tools/ledger.py --json writes, and more."""
+    letters = {}
+    evaluate = ledger.evaluate
+    ledger.evaluate = lambda formula, values: letters.update(values) or evaluate(formula, values)
+    lesson = ledger.load(path)
+    config = lesson.parse(f"{FLAGS} {flags}".split())
+    result = ledger.result_of(lesson, config, *ledger.run(lesson, config))
+    result["hidden"] = Clock.hidden
+    result["formulas"] = ledger.read_formulas(lesson, config)
+    result["letters"] = letters
+    return result
+
+
+def be_rank(path, rank, size, flags, folder):
+    """In a process of its own: run a file as this rank, and write what was seen to folder/RANK.json."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    faulthandler.register(signal.SIGUSR1, open(folder / f"{rank}.stack", "w"))  # noqa: SIM115
+    sys.stdout = sys.stderr = open(folder / f"{rank}.said", "w+")  # noqa: SIM115
+    torch.set_num_threads(1)
+    ledger.Watch = Clock
+    dist.Work.wait = tell_clock(dist.Work.wait)
+    try:
+        store = dist.FileStore(f"{folder}/store", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        result = watched(path, f"{flags} --save {folder}/weights")
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, SystemExit):  # a refusal, whose reason was printed
+            sys.stdout.seek(0)
+            said = sys.stdout.read().strip().rpartition("\n")[2]
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path
+        ]
+        result = {"error": f"line {lines[-1] if lines else '?'}: {said}"}
+    (folder / "draft").with_suffix(f".{rank}").write_text(json.dumps(result))
+    (folder / "draft").with_suffix(f".{rank}").rename(folder / f"{rank}.json")
+    os._exit(0)
+
+
+def where_is(path, rank, process, folder):
+    """Where a rank stands that does not end. Ends it."""
+    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack, the innermost call first
+    time.sleep(0.3)
+    process.kill()
+    stack = re.findall(r'File "(.*)", line (\d+) in (\w+)', (folder / f"{rank}.stack").read_text())
+    calls = [name for file, _, name in stack if "distributed" in file and name != "wrapper"]
+    lines = [line for file, line, _ in stack if file == path]
+    return f"rank {rank} waits in {(calls or ['a call'])[0]}(), line {(lines or ['?'])[0]}"
+
+
+@functools.cache
+def run(path, lesson, size=1, flags=""):
+    """What a lesson's file did on so many ranks, with its weights; or {"error": why it did not}."""
+    if lesson in THREADS:
+        flags = f"{flags} {THREADS[lesson]} {size}"
+        size = 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fork = multiprocessing.get_context("fork")
+        ranks = [fork.Process(target=be_rank, args=(path, r, size, flags, folder)) for r in range(size)]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + SECONDS
+        results = {}
+        while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
+            time.sleep(0.02)
+            for rank in range(size):
+                file = folder / f"{rank}.json"
+                if rank not in results and file.exists():
+                    results[rank] = json.loads(file.read_text())
+                    if "error" in results[rank]:  # the others may wait for it for ever
+                        deadline = min(deadline, time.monotonic() + 2)
+        hangs = []
+        for rank, process in enumerate(ranks):
+            if process.is_alive():
+                hangs.append(where_is(path, rank, process, folder))
+            elif rank not in results:
+                results[rank] = {"error": "its process died"}
+        errors = [f"rank {rank}, {each['error']}" for rank, each in results.items() if "error" in each]
+        if errors or hangs:
+            return {"error": errors[0] if errors else f"it hangs: {'; '.join(hangs)}"}
+        return results[0] | {"weights": torch.load(f"{folder}/weights")}
+
+
+def promises(path, lesson):
+    """Yield (a promise, how a lesson's file breaks it or None), easy ones first; stop at one."""
+    plain = lesson if lesson == "expert_parallel" else "single"  # which has a model of its own
+    sizes = SIZES.get(lesson, (1, 2, 3, 4))
+    last = min(2, sizes[-1]), "--accum 3"
+    for size, flags in [*((size, "") for size in sizes), last]:
+        where = f"{size} rank{'s' * (size > 1)}{', 3 microbatches' * bool(flags)}"
+        expected = run(str(ROOT / f"{plain}.py"), plain, 1, flags)
+        found = run(path, lesson, size, flags)
+        yield f"{where}: it runs", found.get("error")
+        yield f"{where}: losses are the plain loop's", differ("loss", found["losses"], expected["losses"])
+        norms = differ("gradient norm", found["grad_norms"], expected["grad_norms"])
+        yield f"{where}: gradient norms are the plain loop's", norms
+        yield f"{where}: weights are the plain loop's", differ_in(found["weights"], expected["weights"])
+    expected = run(str(ROOT / f"{lesson}.py"), lesson, *last)
+    for part, column in (("held", "measured"), ("sent", "wire")):
+        for name in sorted(expected[part].keys() | found[part].keys()):
+            own, right = (result[part].get(name, {}).get(column, 0) for result in (found, expected))
+            formula = expected["formulas"].get(name, "0")
+            problem = f"{own:.0f}, which should be {right:.0f}, for it is {formula}"
+            yield f"{where}: bytes {part}, {name}", None if abs(own - right) <= 0.1 * right else problem
+    problem = f"{found['hidden']} matrix products while something travels, of {expected['hidden']}"
+    hides = found["hidden"] >= expected["hidden"] / 2
+    yield f"{where}: communication hides behind computation", None if hides else problem
+
+
+def differ(word, found, expected):
+    """The first of two lists' numbers that differ, in a sentence."""
+    for step, (one, other) in enumerate(zip(found, expected, strict=True), 1):
+        if not abs(one - other) < 1e-9:
+            return f"the {word} of step {step} is {one:.12g}, which should be {other:.12g}"
+    return None
+
+
+def differ_in(found, expected):
+    """The first of two state_dicts' weights that differ, in a sentence."""
+    for name, right in expected.items():
+        own = found.get(name)
+        if own is None or own.shape != right.shape or not (own.double() - right.double()).abs().max() < 1e-9:
+            return f"{name} differs"
+    return None
+
+
+def rows_of(tree, call):
+    """The rows of a call of mutants(), each a list of strings (None: something else)."""
+    tables = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            tables[node.targets[0].id] = getattr(node.value, "elts", [])
+    rows = tables.get(getattr(call.args[0], "id", None), [])
+    names = [call.args[1].value] if call.args[1:] else []
+    return [names + [getattr(part, "value", None) for part in row.elts] for row in rows]
+
+
+def find_mutants():
+    """{key: (lesson, old, new)} of the lessons' mutants in the tests."""
+    found = {}
+    for file in sorted((ROOT / "tests").glob("test_*.py")):
+        tree = ast.parse(file.read_text())
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "mutants":
+                for lessons, old, new, *_ in rows_of(tree, call):
+                    for lesson in lessons.split() if old and new else []:
+                        key = f"{lesson} {zlib.crc32(f'{old} {new}'.encode()):08x}"
+                        found[key] = lesson, old, new
+    return found
+
+
+def symptom_of(path, lesson):
+    """The last promises that a file keeps, and the first that it breaks; nothing if it keeps all."""
+    kept = []
+    for promise, problem in promises(path, lesson):
+        if problem:
+            return [*(f"yes: {each}" for each in kept[-2:]), f"no:  {promise}: {problem}"]
+        kept.append(promise)
+    return []
+
+
+def find_symptoms():
+    known = json.loads(SYMPTOMS.read_text()) if SYMPTOMS.exists() else {}
+    mutants = find_mutants()
+    with tempfile.TemporaryDirectory() as folder:
+        for key, (lesson, old, new) in mutants.items():
+            source = (ROOT / f"{lesson}.py").read_text()
+            if key in known or source.count(old) != 1 or "def train(config" not in source:
+                continue
+            file = Path(folder, f"{key.replace(' ', '-')}.py")
+            file.write_text(source.replace(old, new))
+            known[key] = symptom_of(str(file), lesson)
+            print(key, *known[key], sep="\n    ", flush=True)
+            ordered = {key: known[key] for key in mutants if key in known}
+            SYMPTOMS.write_text(json.dumps(ordered, indent=0) + "\n")
+
+
+def main():
+    for name in sys.argv[1:]:
+        path = Path(name).resolve()
+        for line in symptom_of(str(path), path.stem.split("-")[0]) or [f"{name} keeps all promises"]:
+            print(line)
+    if not sys.argv[1:]:
+        find_symptoms()
+
+
+if __name__ == "__main__":
+    main()
