@@ -154,7 +154,7 @@ def hidden_mutants(number):
     sources = {}
     for lesson, source, _ in bugs():
         sources.setdefault(lesson, []).append(source)
-    enough = [lesson for lesson in sources if len(sources[lesson]) >= 3]
+    enough = [lesson for lesson in sources if len(sources[lesson]) >= 3 and lesson != "single"]
     if not 1 <= number <= len(enough):
         refuse(f"catch {number}: must be from 1 to {len(enough)}")
     lesson = enough[number - 1]

@@ -223,7 +223,7 @@ def exercises():
     table = ["| exercise | minutes | what is missing | hint |", "|---|---|---|---|"]
     for name, what, minutes, hint in learn.read_path():
         lesson, _ = learn.lesson_of(name)
-        table.append(f"| `learn.py fill {name}` | {minutes} | `{what}` in [{lesson}.py]({lesson}.py) | {hint} |")
+        table.append(f"| `fill {name}` | {minutes} | `{what}` in [{lesson}.py]({lesson}.py) | {hint} |")
     return "\n\n".join(["# Do it yourself", usage[0], f"```\n{usage[1]}\n```", "\n".join(table)])
 
 
