@@ -122,7 +122,7 @@ norm = partial(check_mesh, flags="--accum 2 --steps 1")
 MUTANTS = [
     ("dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)", "pass", norm, "norms differ"),
     ("self.tied.in_norm &= mesh.is_first", "pass", norm, "norms differ"),
-    ("counted and (zero or mesh.dp_rank == 0)", "first_copy", norm, "norms differ"),
+    ("counted and (zero or mesh.dp_rank == 0)", "counted", norm, "norms differ"),
     ('hasattr(params[0], "part") or mesh.tp_rank == 0', "True", norm, "norms differ"),
     ("(zero or mesh.dp_rank == 0)", "mesh.dp_rank == 0", partial(norm, zero=1), "norms differ"),
     ("/ (mesh.dp * mesh.tp)", "/ mesh.dp", norm, "losses differ"),
