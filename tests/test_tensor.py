@@ -201,6 +201,7 @@ MUTANTS = [
     ("dist.all_reduce(shift, dist.ReduceOp.MAX)", "shift.zero_()", check_layers, "the loss overflows"),
     (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_layers, "is not fp32"),
     ("dist.broadcast(tensor, 0)", "pass", check_net, "norms differ"),
+    ("for r in (rank, rank + 1))", "for r in (0, 1))", check_net, "norms differ"),  # all ranks of one seed
     ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),
     ("dist.all_reduce(squares)", "pass", check_net, "norms differ"),
     ("type(layer) not in (nn.Linear, nn.Embedding)", "False", check_said, "not 0 is no"),
