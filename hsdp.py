@@ -31,7 +31,7 @@ Run
 Left out
     Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
     nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
-    outputs in containers that pytree does not know.
+    outputs in containers that pytree does not know, units in no step's last backward, but in one before.
 """
 
 import argparse
@@ -67,9 +67,9 @@ class HSDP(nn.Module):
     def __init__(self, module, unit_class, shard, prefetch=1, reshard_after_forward=True, device=None):
         super().__init__()
         self.module = module
-        ranks = np.arange(dist.get_world_size()).reshape(-1, shard)  # a replica in each row
-        self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-        replica_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+        self.group, _ = dist.new_subgroups(shard)  # neighbours, who share a copy
+        holders = [range(i, dist.get_world_size(), shard) for i in range(shard)]  # of each shard
+        replica_group, _ = dist.new_subgroups_by_enumeration(holders)
         self.syncing = True
         self.prefetch = prefetch
         self.units = []
@@ -142,7 +142,6 @@ class HSDP(nn.Module):
                 unit.reshard()
                 unit.start_reduce()
             unit.finish_reduce(self.syncing)
-        for unit in self.units if self.syncing else ():
             unit.finish_all_reduce()
 
     def clip_grad_norm_(self, max_norm):
@@ -199,7 +198,7 @@ class Unit:
                     self.slots.append((submodule, name, weight_of[param]))
         self.pending = set(self.weights)  # gradients not ready yet
         self.all_gather_work = self.reduce_work = self.all_reduce_work = None
-        self.unreduced = self.unsynced = False  # whether flat_grad, shard.grad are still to be (all-)reduced
+        self.unreduced = False  # whether flat_grad has gradients still to be reduced
         self.reshard()
 
     @torch.no_grad()
@@ -247,7 +246,7 @@ class Unit:
         self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
 
     def finish_reduce(self, syncing):
-        """If a reduce is in flight, wait for it, and take the ranks' mean."""
+        """If a reduce is in flight, wait, take the ranks' mean, and if syncing start its all-reduce."""
         if self.reduce_work:
             self.reduce_work.wait()
             self.reduce_work = None
@@ -258,21 +257,15 @@ class Unit:
                 self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
-            self.unsynced = True
             if syncing:
-                self.start_all_reduce()
-
-    def start_all_reduce(self):
-        """Start to all-reduce the shard's gradient, in the weights' dtype, over the replicas."""
-        self.unsynced = False
-        self.total = self.shard.grad.to(self.part.dtype)  # in bf16 a copy, else the same memory
-        self.all_reduce_work = dist.all_reduce(self.total, group=self.replica_group, async_op=True)
+                self.total = self.shard.grad.to(self.part.dtype)  # in bf16 a copy, else the same memory
+                self.all_reduce_work = dist.all_reduce(self.total, group=self.replica_group, async_op=True)
 
     def finish_all_reduce(self):
-        if self.unsynced and self.shard.grad is not None:
-            self.start_all_reduce()  # of what backwards before this one have left
+        """If an all-reduce is in flight, wait for it, and take the replicas' mean."""
         if self.all_reduce_work:
             self.all_reduce_work.wait()
+            # A mean of means: what a backward before has left, in all replicas the same, stays as it is.
             torch.div(self.total, dist.get_world_size(self.replica_group), out=self.shard.grad)
             self.all_reduce_work = self.total = None
 
@@ -298,11 +291,10 @@ def find_units(module, unit_class):
 
 def train(config):
     choose_shard(config)
-    choices = f" | shard {config.shard} | prefetch {config.prefetch} | no-reshard {config.no_reshard}"
-    device, text = set_up(config, choices)
+    device, text = set_up(config, f" | shard {config.shard} | prefetch {config.prefetch}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(DTYPES[config.dtype])
-    model = HSDP(model, Block, config.shard, config.prefetch, not config.no_reshard, device)
+    model = HSDP(model, Block, config.shard, config.prefetch, device=device)
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
@@ -328,8 +320,9 @@ def choose_shard(config):
     """Unless given, the ranks of a host; of a single one half of them, so that both axes show."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    halve = host == world_size >= 4 and host % 2 == 0
-    config.shard = config.shard or (host // 2 if halve else host)
+    if host == world_size >= 4 and host % 2 == 0:
+        host //= 2
+    config.shard = config.shard or host
     if world_size % config.shard:
         refuse(f"--shard {config.shard}: must divide the {world_size} ranks")
 
@@ -339,7 +332,6 @@ def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--shard", type=int, help="ranks that share a copy (default: those of a host, or half)")
     own.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
-    own.add_argument("--no-reshard", action="store_true", help="units stay whole until backward")
     return read_flags(arguments, own, prefetch=(0, 7))
 
 
