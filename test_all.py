@@ -155,8 +155,8 @@ def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
     assert made and all(options == {"lr": 0.5, "fused": True} for options in made)
 
 
-RACES = ["collectives", "ddp", "zero1", "zero3", "offload", "tensor_parallel", "sequence_parallel", "fusion"]
-RACES += ["parallel_3d", "resume", "checkpointing --every 2", "checkpointing --policy selective"]
+RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]
+RACES += ["sequence_parallel", "parallel_3d", "resume", "checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
 
 
