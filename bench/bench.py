@@ -272,15 +272,14 @@ def launch(name, bench, *more):
     """What rank 0 of a fresh set of processes wrote."""
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={bench.ranks}"]
     if bench.hosts > 1 and "--alone" not in more:
-        start = [str(ROOT / "bench" / "hosts.sh"), str(bench.hosts), bench.rate]
-        start += ["--ranks-per-host", str(bench.ranks // bench.hosts), "--"]
+        each = ["--ranks-per-host", str(bench.ranks // bench.hosts), "--"]
+        start = [str(ROOT / "bench" / "hosts.sh"), str(bench.hosts), bench.rate, *each]
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--rounds={bench.rounds}", "--out", f"{folder}/out.json", *more]
         own += [f"--also={shlex.join(more)}" for more in bench.also]
         own += ["--host"] * bench.host + [f"--beside={other}" for other in bench.beside]
-        environment = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
-        start += [os.path.abspath(__file__), name, *own, *bench.flags]
-        process = subprocess.Popen(start, env=environment)
+        env = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
+        process = subprocess.Popen([*start, os.path.abspath(__file__), name, *own, *bench.flags], env=env)
         try:
             code = process.wait()
         finally:  # if this process is told to end, the other one ends first, and what it started
@@ -323,7 +322,7 @@ def table_of(name, bench):
 
 
 def show(name, bench, result, table):
-    where = f"{bench.ranks} ranks on {bench.hosts} hosts, {bench.rate}" if bench.hosts > 1 else f"{bench.ranks} ranks, one host"
+    where = f"{bench.hosts} hosts, {bench.rate}" if bench.hosts > 1 else f"{bench.ranks} ranks, one host"
     print(f"{name} {' '.join(bench.flags)} | {where} | {bench.rounds} rounds | torch {torch.__version__}")
     print(f"after 3 steps weights differ by {result['apart']:.1e} at most")
     wide = max(map(len, [*table, *result["missing"]]))

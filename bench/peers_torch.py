@@ -60,7 +60,8 @@ def fsdp2(reshard, prefetch, lesson, config, device, **policy):
 def hsdp(prefetch, lesson, config, device):
     """FSDP2 on a mesh (copies, ranks of a copy), whose copies all-reduce in the last microbatch alone."""
     lesson.choose_shard(config)
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // config.shard, config.shard))
+    shape = dist.get_world_size() // config.shard, config.shard
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "ranks"))
     peer = fsdp2(True, prefetch, lesson, config, device, mesh=mesh)
 
     @contextmanager
