@@ -1,9 +1,10 @@
 """HSDP: zero3.py inside a host, replicated across hosts: slow links carry an all-reduce of the shards alone.
 
 Idea
-    F neighbours of the N ranks, say those of a host, share a copy of the model as in zero3.py. In a step's
-    last backward, once a gradient is reduce-scattered, the ranks with the same shard of all copies all-reduce
-    it (hybrid sharding: FSDP, arXiv 2304.11277, 3.2.2; MiCS, arXiv 2205.00119). Freeing empties a storage
+    The model is sharded over F neighbours, say a host's ranks, as in zero3.py; the N/F hosts are replicas.
+    In a step's last backward, once a unit's gradients are reduce-scattered, ranks with the same shard in all
+    hosts all-reduce it, while earlier units compute (hybrid sharding: FSDP, arXiv 2304.11277, 3.2.2; MiCS,
+    arXiv 2205.00119). Nothing else leaves a host. As in zero3.py, freeing a unit's weights empties a storage
     and keeps its tensors: the views that autograd saved are valid again once the storage is refilled.
 
 Memory (bytes; P parameters, U in the largest unit, E in none; F ranks share a copy)
@@ -21,8 +22,8 @@ Communication (with --prefetch 1; the root, which is in no unit, is gathered fir
 Costs (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(F-1)/F               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        kw(2P-E-(1+f)U)(F-1)/F   the root and the last 1+f units stay whole for their backward
-    all-reduce        2w(P/F)(N-F)/N           between hosts; over a host's link 2wP(N-F)/N, by its F ranks
-    In rings of neighbours ddp.py sends 2wP(N-1)/N over that link, zero3.py nearly 3kwP(N-1)/N.
+    all-reduce        2w(P/F)(N-F)/N           between hosts, in the last microbatch; of a host 2wP(N-F)/N
+    Over a host's link ddp.py sends 2wP(N-1)/N, zero3.py nearly 3kwP(N-1)/N (in rings of neighbours).
 
 Run
     torchrun --nproc_per_node=4 hsdp.py
@@ -31,7 +32,7 @@ Run
 Left out
     Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
     nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
-    outputs in containers that pytree does not know, units in no step's last backward, but in one before.
+    outputs in containers that pytree does not know, units that only a step's earlier backwards use.
 """
 
 import argparse
@@ -55,19 +56,20 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class HSDP(nn.Module):
-    """Shards a module over each `shard` neighbouring ranks; these copies are replicas (2304.11277, 3.2.2).
+    """Shards a copy of a module over each `shard` neighbouring ranks (2304.11277, 3.2.2).
 
     Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
     share, are one more, the root. All leave the module: model.parameters() are this rank's shards (fp32 for
     bf16), for any elementwise torch optimizer. Parameters that differ in an attribute `kind` share none.
     prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward. device:
-    of shards and units (None: where the parameters are). All ranks start with rank 0's weights. After a
-    backward every .grad is all ranks' mean; with syncing False (before a step's last) its replica's alone."""
+    of shards and units (None: where the parameters are).
+    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean; if syncing is
+    False, as it may be in all of a step's backwards but the last, that of the ranks that share this copy."""
 
     def __init__(self, module, unit_class, shard, prefetch=1, reshard_after_forward=True, device=None):
         super().__init__()
         self.module = module
-        self.group, _ = dist.new_subgroups(shard)  # neighbours, who share a copy
+        self.group, _ = dist.new_subgroups(shard)  # neighbours, which share a copy
         holders = [range(i, dist.get_world_size(), shard) for i in range(shard)]  # of each shard
         replica_group, _ = dist.new_subgroups_by_enumeration(holders)
         self.syncing = True
@@ -265,7 +267,7 @@ class Unit:
         """If an all-reduce is in flight, wait for it, and take the replicas' mean."""
         if self.all_reduce_work:
             self.all_reduce_work.wait()
-            # A mean of means: what a backward before has left, in all replicas the same, stays as it is.
+            # What an earlier backward left is the same in all replicas, and so is its mean.
             torch.div(self.total, dist.get_world_size(self.replica_group), out=self.shard.grad)
             self.all_reduce_work = self.total = None
 
@@ -317,7 +319,7 @@ def train(config):
 
 
 def choose_shard(config):
-    """Unless given, the ranks of a host; of a single one half of them, so that both axes show."""
+    """Without --shard, the ranks of a host; of a single host half of them, so that both groups show."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if host == world_size >= 4 and host % 2 == 0:
@@ -330,7 +332,7 @@ def choose_shard(config):
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--shard", type=int, help="ranks that share a copy (default: those of a host, or half)")
+    own.add_argument("--shard", type=int, help="ranks that share a copy (default: a host's, or half)")
     own.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
     return read_flags(arguments, own, prefetch=(0, 7))
 
