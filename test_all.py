@@ -156,7 +156,7 @@ def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
 
 
 RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]
-RACES += ["sequence_parallel", "parallel_3d", "resume"]
+RACES += ["hsdp --shard 1", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
 
