@@ -11,6 +11,7 @@ Memory
     parameters    2P      4P                        / N
     gradients     2P      4P               / N      / N
     optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
+    With --shard F each F ranks share a copy, by ZeRO-3: / F (hsdp.py).
     Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
     with dropout's masks; with flash attention none keeps what selective does:
     none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
@@ -25,6 +26,8 @@ Communication
     DP, ZeRO-1    2wP(N-1)/N       an all-reduce, or its halves (arXiv 1910.02054, section 7)
     ZeRO-2        (1+k)wP(N-1)/N   a reduce-scatter for each microbatch, an all-gather
     ZeRO-3        3kwP(N-1)/N      two all-gathers and a reduce-scatter for each (FSDP, arXiv 2304.11277)
+    HSDP          3kwP(F-1)/F      those within --shard F ranks (2304.11277, 3.2.2), and once in a step
+                  + 2w(P/F)(N-F)/N an all-reduce of shards, across hosts if F are the GPUs of one
     tensor        8wbsh(t-1)/t     a layer and microbatch; 4 more with full, which runs forward again, 2 more
                                    with --sequence-parallel, which in backward gathers again what it split
     pipeline      wbsh             forward, and backward, over each boundary for each microbatch
@@ -123,6 +126,12 @@ def wire(stage, params, ranks, microbatches=1, width=2):
     return times * width * params * (ranks - 1) // ranks
 
 
+def hybrid_wire(params, ranks, shard, microbatches=1, width=2):
+    """(bytes within the `shard` ranks that share a copy, bytes across copies) of a rank of HSDP per step."""
+    within = wire(3, params, shard, microbatches, width)
+    return within, wire(0, params // shard, ranks // shard, 1, width)  # an all-reduce of the shard
+
+
 def tensor_wire(shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2, microbatches=1):
     """Bytes that a rank of a ring sends per step in shape.layers layers (arXiv 1910.02054, section 8)."""
     times = 8 + 2 * sequence_parallel + 4 * (recompute == "full")
@@ -187,27 +196,31 @@ def replica(job, tensor, pipeline, stage):
     return params, kept, sent + around + tied * (ends[0] != ends[1])
 
 
-def row(job, zero, tensor=1, pipeline=1):
+def row(job, zero, tensor=1, pipeline=1, shard=None):
     """A strategy, as in --json: the bytes of the rank that holds most, and of the one that sends most."""
     layers, ranks = job.shape.layers if job.shape else 1, []
     data, microbatches = job.gpus // (tensor * pipeline), job.accum * tensor * pipeline * job.cp
     # Of stages with as many layers an earlier one has more in flight, so these show the most.
     for stage in {0, 1, -layers % pipeline, pipeline - 1} - {pipeline}:
         params, kept, sent = replica(job, tensor, pipeline, stage)
-        held = states(zero, params, data, job.precision) | {"activations": kept}
-        sent += wire(zero, params, data, microbatches, BYTES[job.precision][0])
+        held = states(zero, params, shard or data, job.precision) | {"activations": kept}
+        width = BYTES[job.precision][0]
+        hybrid = shard and sum(hybrid_wire(params, data, shard, microbatches, width))
+        sent += hybrid or wire(zero, params, data, microbatches, width)
         ranks.append(held | {"sum": sum(filter(None, held.values())), "sent_per_step": sent})
     size = max(ranks, key=lambda rank: rank["sum"])
     size = size | {"sent_per_step": max(rank["sent_per_step"] for rank in ranks)}
     name = STAGES[zero] if tensor * pipeline == 1 else f"t{tensor} x p{pipeline} x d{data}"
+    name = f"HSDP {shard}" if shard else name
     found = {"strategy": name, "zero": zero, "tensor": tensor, "pipeline": pipeline, "data": data}
     found |= {"recompute": job.recompute, "idle": (pipeline - 1) / (microbatches + pipeline - 1)}
     return found | {"bytes": size, "fits": size["sum"] <= job.gpu_gb * 1e9}
 
 
 def replicas(job):
-    """The rows in which each rank is a replica: DP and the ZeRO stages."""
-    return [row(job, zero) for zero in range(4)]
+    """The rows in which each rank has a share of the batch: DP, the ZeRO stages, with --shard HSDP."""
+    hybrid = [row(job, 3, shard=job.shard)] if job.shard else []
+    return [row(job, zero) for zero in range(4)] + hybrid
 
 
 def divisors(number):
@@ -292,6 +305,9 @@ def show(jobs, tables, advice):
         how = f", recompute {job.recompute}" if job.shape else ""
         for name, *line in [f"GB{how}", *TITLES], *map(cells, rows):
             print(f"{name:<24}" + "".join(f"  {x:>{len(title)}}" for title, x in zip(TITLES, line)))
+    if job.shard:
+        sent = hybrid_wire(job.params, job.gpus, job.shard, job.accum, BYTES[job.precision][0])
+        print("HSDP {}: {} GB sent/step among its GPUs, {} GB to others".format(job.shard, *map(giga, sent)))
     if job.experts > 1:
         print(with_experts(job))
     if job.shape:
@@ -334,6 +350,7 @@ def parse(arguments=None):
     add("--gpus", type=int, default=8, help="of all nodes")
     add("--gpus-per-node", type=int, default=8, help="tensor parallelism stays within a node")
     add("--gpu-gb", type=float, default=80, help="10^9 bytes that are free on it, less than it has")
+    add("--shard", type=int, help="GPUs that share a copy of the model, for a row of HSDP (hsdp.py)")
     add("--micro-batch", type=int, default=1, help="sequences that go through the model at once")
     add("--accum", type=int, default=1, help="microbatches that each rank accumulates per step")
     add("--precision", default="mixed", choices=BYTES, help="mixed: 16 bits, with an fp32 optimizer")
@@ -370,6 +387,8 @@ def find_problems(job):
             yield f"--{name.replace('_', '-')} {value}: must be 1 or more, and at most 10^{power}"
     if not 0 < job.gpu_gb < math.inf:
         yield f"--gpu-gb {job.gpu_gb}: must be more than 0, and finite"
+    if job.shard and job.gpus % job.shard:
+        yield f"--shard {job.shard}: must divide --gpus {job.gpus}"
     if job.experts > 1 and job.top_k > job.experts:
         yield f"--top-k {job.top_k}: must be at most --experts {job.experts}"
     if any(shape) and names:
@@ -389,7 +408,8 @@ def plan(job):
     policies = RECOMPUTE if job.recompute == "all" else [job.recompute]
     jobs = [changed(job, recompute=policy) for policy in policies[: None if job.shape else 1]]
     rows = [replicas(each) + meshes(each) for each in jobs]
-    shown = [all[:4] + cheapest(all[4:])[:4] for all in rows]
+    first = len(replicas(job))
+    shown = [all[:first] + cheapest(all[first:])[:4] for all in rows]
     best, why = advise(jobs)
     result = vars(job) | {"shape": job.shape and job.shape._asdict(), "json": None, "take": best, "why": why}
     result["rows"] = list(itertools.chain(*rows))

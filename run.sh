@@ -13,8 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 # In reading order.
-LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 offload tensor_parallel sequence_parallel context_parallel
-    expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion resume)
+LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 hsdp offload tensor_parallel sequence_parallel
+    context_parallel expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion resume)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 

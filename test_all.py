@@ -49,6 +49,7 @@ LESSONS = [
     Lesson("zero1"),
     Lesson("zero2"),
     Lesson("zero3", variants=AHEAD),
+    Lesson("hsdp", bad_flags=("--shard 3",), variants=("--shard 1", *AHEAD[:2])),
     Lesson("offload", bad_flags=("--device-mb 0.1",)),
     Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257 --batch 9"),
     Lesson("sequence_parallel", bad_flags=BAD_SPLITS, flags="--vocab 257 --context 12 --batch 9"),
@@ -154,8 +155,9 @@ def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
     assert made and all(options == {"lr": 0.5, "fused": True} for options in made)
 
 
-RACES = ["collectives", "ddp", "zero1", "zero3", "offload", "tensor_parallel", "sequence_parallel", "fusion"]
-RACES += ["parallel_3d", "resume", "checkpointing --every 2", "checkpointing --policy selective"]
+RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]
+RACES += ["hsdp --shard 1", "sequence_parallel", "parallel_3d", "resume"]
+RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
 
 
@@ -192,6 +194,7 @@ def slack(name, weights, size, flags):
     block = sum(tensor.numel() for key, tensor in weights.items() if key.startswith("blocks.0."))
     rest = sum(tensor.numel() for key, tensor in weights.items() if not key.startswith("blocks."))
     flying = (rest + 2 * block) / size if name in ("zero2", "zero3") else 0
+    flying = rest + 2 * block if name == "hsdp" else flying  # of one rank's copy with --shard 1
     flying = rest + 2 * block if name == "offload" and "--link" not in flags else flying  # a slow one
     of_norms = 36 * 16 * sum("norm" in key for key in weights)
     slack_of = {

@@ -49,9 +49,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # DeepSpeed has another balance loss
 OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
-WHOLE_BATCH = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
-WHOLE_BATCH += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")  # for all ranks the same batch
-LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", "offload", "fusion", "resume", *WHOLE_BATCH)
+WHOLE = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
+WHOLE += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")  # for all ranks the same batch
+LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", "hsdp", "offload", "fusion", "resume", *WHOLE)
 ALL = ("single", "dp_threads", "dp_async", *LESSONS)  # the first three with --host alone
 # After 3 steps of up to 1e-3: AdamW turns rounding noise in a gradient that is zero (a key bias's) into one.
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}
@@ -128,9 +128,9 @@ class Race:  # the contenders of one lesson on this rank
         own = [*flags, *OWN_FLAGS.get(name, [])]
         self.config = self.lesson.parse(own)
         with contextlib.redirect_stdout(None):
-            self.device, text = self.lesson.set_up(self.config, replicas=1 if name in WHOLE_BATCH else None)
+            self.device, text = self.lesson.set_up(self.config, replicas=1 if name in WHOLE else None)
         torch.set_num_threads(1)
-        share = (0, 1) if name in WHOLE_BATCH else (dist.get_rank(), dist.get_world_size())
+        share = (0, 1) if name in WHOLE else (dist.get_rank(), dist.get_world_size())
         self.batches = list(self.lesson.microbatches(self.config, text, 1, self.device, *share))
         part = self.config.batch // dist.get_world_size() // self.config.accum
         self.part = [(inputs[:part], targets[:part]) for inputs, targets in self.batches]
@@ -272,14 +272,14 @@ def launch(name, bench, *more):
     """What rank 0 of a fresh set of processes wrote."""
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={bench.ranks}"]
     if bench.hosts > 1 and "--alone" not in more:
-        start = [str(ROOT / "bench" / "hosts.sh"), str(bench.hosts), bench.rate, "--"]
+        each = ["--ranks-per-host", str(bench.ranks // bench.hosts), "--"]
+        start = [str(ROOT / "bench" / "hosts.sh"), str(bench.hosts), bench.rate, *each]
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--rounds={bench.rounds}", "--out", f"{folder}/out.json", *more]
         own += [f"--also={shlex.join(more)}" for more in bench.also]
         own += ["--host"] * bench.host + [f"--beside={other}" for other in bench.beside]
-        environment = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
-        start += [os.path.abspath(__file__), name, *own, *bench.flags]
-        process = subprocess.Popen(start, env=environment)
+        env = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
+        process = subprocess.Popen([*start, os.path.abspath(__file__), name, *own, *bench.flags], env=env)
         try:
             code = process.wait()
         finally:  # if this process is told to end, the other one ends first, and what it started
@@ -345,8 +345,8 @@ def parse(words):
     count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.error = refuse
-    parser.add_argument("--ranks", type=int, default=2, help="processes on one host")
-    parser.add_argument("--hosts", type=int, default=1, help="hosts of one rank each, in network namespaces")
+    parser.add_argument("--ranks", type=int, help="processes on a host (default: 2; with --hosts 1)")
+    parser.add_argument("--hosts", type=int, default=1, help="hosts, in network namespaces")
     parser.add_argument("--rate", default="1gbit", help="of each host's link: 1gbit, 100mbit ...")
     parser.add_argument("--host", action="store_true", help="host time, of 48 layers of width 8 on one rank")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
@@ -362,12 +362,12 @@ def parse(words):
     for name in bench.lessons:
         if name not in lessons:
             refuse(f"{name}: must be one of {', '.join(lessons)}")
+    bench.ranks = bench.hosts * ((2 if bench.hosts == 1 else 1) if bench.ranks is None else bench.ranks)
     if min(bench.rounds, bench.ranks, bench.hosts) < 1 or bench.hosts > 99:
         refuse("--rounds, --ranks and --hosts: must be 1 or more, and at most 99 hosts")
     if bench.json and not os.path.isdir(os.path.dirname(bench.json) or "."):
         refuse(f"--json {bench.json}: its folder does not exist")
     bytes_per_second(bench.rate)
-    bench.ranks = bench.hosts if bench.hosts > 1 else bench.ranks
     given = {word.split("=")[0] for word in flags}
     defaults = {"--size": "small", "--batch": "8", "--steps": "3"}
     if bench.host:

@@ -1,6 +1,7 @@
 """PyTorch's own modules as peers: what bench/peers.py lists. Each is built of (lesson, config, device)."""
 
 import itertools
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
@@ -54,6 +55,23 @@ def fsdp2(reshard, prefetch, lesson, config, device, **policy):
             after.set_modules_to_backward_prefetch([block])
     optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     return Peer(lesson, config, model, model, optimizer)
+
+
+def hsdp(prefetch, lesson, config, device):
+    """FSDP2 on a mesh (copies, ranks of a copy), whose copies all-reduce in the last microbatch alone."""
+    lesson.choose_shard(config)
+    shape = dist.get_world_size() // config.shard, config.shard
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "ranks"))
+    peer = fsdp2(True, prefetch, lesson, config, device, mesh=mesh)
+
+    @contextmanager
+    def no_sync():
+        peer.model.set_requires_all_reduce(False)
+        yield
+        peer.model.set_requires_all_reduce(True)
+
+    peer.model.no_sync = no_sync
+    return peer
 
 
 class DTensors(Peer):

@@ -16,6 +16,7 @@ BAD = {  # {command: {arguments: what the line names}}
         "--layers 2": "--heads --hidden --seq --vocab", "--params 1b --gpus 0": "--gpus 0: must be 1 or more",
         "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --recompute full": "--recompute", "7b": "7b",
         "--size toy --cp 3": "--cp 3", "--params 1b --json /no/file": "/no/file",
+        "--params 1b --shard 3": "--shard 3",
         "--params 7b --experts 8": "--experts", "--size toy --top-k 0": "--top-k 0",
         f"--size toy --gpus {HUGE}": "at most 10^6", f"--params 7b --gpus {10**6 + 1}": "--gpus",
         f"--size toy --micro-batch {HUGE}": "at most 10^6", f"--params {HUGE}b": "at most 10^15",

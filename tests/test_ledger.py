@@ -74,7 +74,7 @@ def simulate(*arguments):
         return process.submit(simulated, *arguments).result()
 
 
-@pytest.mark.parametrize("lesson", ["ddp", "zero1", "zero2", "zero3", "pipeline"])
+@pytest.mark.parametrize("lesson", ["ddp", "zero1", "zero2", "zero3", "hsdp", "pipeline"])
 def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(lesson):
     flags = f"{EVEN} --dtype bf16"
     real, _ = train(lesson, 4, flags, watched=True)

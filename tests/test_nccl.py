@@ -22,6 +22,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "collectives": ("--noise-scale",),
     "dp_threads": ("--no-threads",),
     "dp_async": ("--mode asp", "--mode ssp"),
+    "hsdp": ("--shard 2", "--shard 1", "--shard 2 --prefetch 0"),
     "offload": ("--params",),
     "context_parallel": ("--order contiguous", "--kind ulysses", "--cp 1"),
     "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --balance bias"),

@@ -193,6 +193,25 @@ def check_lessons(name):
             assert sent == plan.wire(stage, P, N, k, w), f"{lesson} sends another number of bytes"
 
 
+def check_hybrid(name):
+    """A copy of HSDP is ZeRO-3's on its ranks, and its bytes are hsdp.py's; with F = N it is ZeRO-3."""
+    plan, ledger = load(name), load("tools/ledger")
+    formulas = ledger.read_formulas(load("hsdp"), None)
+    P, N, F, k = 6400, 8, 2, 3
+    letters = {"P": P, "N": N, "F": F, "k": k, "w": 4, "m": 4, "c": 0, "K": 8} | dict.fromkeys("UEfg", 0)
+    values = {key: ledger.evaluate(text, letters) for key, text in formulas.items()}
+    job = plan.parse(f"--params {P} --gpus {N} --shard {F} --accum {k} --precision fp32".split())
+    found = plan.row(job, 3, shard=F)["bytes"]
+    assert all(found[key] == values[key] for key in plan.states(3, P, F)), "other bytes are held"
+    sent = values["reduce-scatter"] + values["all-gather"], values["all-reduce"]
+    assert plan.hybrid_wire(P, N, F, k, 4) == sent, "other bytes than hsdp.py sends"
+    assert found["sent_per_step"] == sum(sent), "not their sum"
+    assert plan.row(job, 3, shard=N)["bytes"] == plan.row(job, 3)["bytes"], "one copy is not ZeRO-3"
+    lines, _, _ = said(lambda: plan.plan(plan.parse(["--params=7.5b", "--gpus=64", "--shard=8"])))
+    assert re.search(r"^HSDP 8 +1.88 +1.88 +11.2 ", lines, re.M), "another row"
+    assert "HSDP 8: 39.4 GB sent/step among its GPUs, 3.28 GB to others" in lines, "another line"
+
+
 def docstring_of(lesson_name, flags):
     """(letters, {line: value}) of a lesson's docstring, of gpt2 on four ranks."""
     ledger, lesson = load("tools/ledger"), load(lesson_name)
@@ -255,7 +274,7 @@ def test_the_readme_shows_what_plan_prints():
 
 
 CHECKS = [check_figure_1, check_counts, check_whole_model, check_layer, check_wire, check_advice]
-test_each_promise_is_kept = holds("plan", *CHECKS, check_lessons, check_experts, check_offload)
+test_each_promise_is_kept = holds("plan", *CHECKS, check_lessons, check_hybrid, check_experts, check_offload)
 MUTANTS = [
     ("rest + 2 * block if", "rest + block if", check_offload, "other bytes"),
     ("(2, 2, 12)", "(2, 2, 8)", check_figure_1, "not Figure 1"),
@@ -279,5 +298,8 @@ MUTANTS = [
     ("routers + mixtures * mlp", "mixtures * mlp", check_experts, "not Mixtral's"),
     ("max(math.ceil(tokens", "max(math.floor(tokens", check_experts, "another capacity"),
     ("-(-params // ranks)", "params", check_lessons, "holds another number"),
+    ("wire(3, params, shard,", "wire(3, params, ranks,", check_hybrid, "other bytes than hsdp.py"),
+    ("wire(0, params // shard, ranks", "wire(0, params, ranks", check_hybrid, "other bytes than hsdp.py"),
+    ("params, shard or data,", "params, data,", check_hybrid, "other bytes are held"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "plan")

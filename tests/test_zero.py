@@ -23,6 +23,8 @@ def wrap(name, model, unit_class, **options):
         model.clip_grad_norm_ = lambda max_norm: lesson.clip_grad_norm_(model.parameters(), max_norm)
         return lesson, model
     wrapper = next(each for key, each in vars(lesson).items() if key.lower() == stem)
+    if stem == "hsdp":  # copies of two ranks, of an odd number one
+        options = {"shard": 2 - dist.get_world_size() % 2} | options
     return lesson, wrapper(model, *([] if stem == "ddp" else [unit_class]), **options)
 
 
@@ -88,8 +90,9 @@ def train(model, steps):
     optimizer = optimizer_of(model)
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*model.parameters()]))
     for i, step in enumerate(steps):
-        for model.syncing, clips, done in (0, 0, 0), (1, 0, 0), (1, 1, 0), (i, 1 - i, 1), (1, 0, 1):
-            for x in step:
+        for syncing, clips, done in (0, 0, 0), (1, 0, 0), (1, 1, 0), (i, 1 - i, 1), (1, 0, 1):
+            for x, is_last in zip(step, (False, True)):
+                model.syncing = syncing or (is_last and not hasattr(model, "no_sync"))
                 (getattr(model, "module", model)(x).square().mean() / 2).backward()
                 with torch.no_grad():
                     model(x)
@@ -104,7 +107,7 @@ def train(model, steps):
 def check_odd(name, how=None, **options):
     """An Odd ends in the weights of the plain one, which trains on all ranks' batches."""
     torch.manual_seed(0)
-    steps = torch.randn(2, 2, 6, 4, 5, dtype=torch.float64)
+    steps = torch.randn(2, 2, 12, 4, 5, dtype=torch.float64)
     model = (Odd(how) if how else Odd()).double()
     plain, model = marked(model), marked(model)
     train(plain, steps)

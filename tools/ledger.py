@@ -20,9 +20,9 @@ With --ranks, one of so many ranks is simulated, without the others or data: sha
 P parameters, R on the rank with most, T in the largest tensor, U in a block, E in no block; L layers, a
 heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches of b sequences each; w bytes of a
 weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state;
-G so stepped at a time; f units gathered ahead; g 1 over gloo. With M mixtures of X experts on
-e ranks, of which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens,
-the formula is its mean.
+G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1 over gloo. With M mixtures of X
+experts on e ranks, of which a token takes t: U parameters in an expert, D outside them; an all-to-all depends
+on tokens, the formula is its mean.
 """
 
 import argparse
@@ -88,6 +88,7 @@ def letters_of(lesson, config, ranks, backend):
     ahead = config.layers if getattr(config, "no_reshard", False) else getattr(config, "prefetch", 0)
     letters["C"] = 2 if getattr(config, "schedule", "") == "interleaved" and ranks > 1 else 1
     letters["f"] = min(ahead, config.layers - 1)
+    letters["F"] = getattr(config, "shard", 1)
     if hasattr(config, "tp"):
         letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
     if hasattr(config, "experts"):

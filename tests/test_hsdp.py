@@ -1,0 +1,150 @@
+"""What is special to hsdp.py: copies of neighbours, and who sends what to other copies, and when."""
+
+import os
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from test_all import EXACT, check_ledger, check_parity
+from tests import test_zero as zero
+from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, train
+from tests.test_ledger import simulate
+from tests.test_zero import check_odd, wrap
+
+EIGHT = f"{TINY} --steps 2 --batch 48"
+
+
+@pytest.mark.parametrize("size, shard", [(4, 2), (8, 4), (8, 2)])
+def test_every_mesh_trains_as_single_py_and_its_bytes_are_the_formulas(size, shard):
+    check_parity("hsdp", size, "--batch 48 --accum 3", f"--shard {shard}")
+    check_ledger("hsdp", size, f"--accum 3 --shard {shard}", EIGHT)
+    check_ledger("hsdp", size, f"--accum 2 --shard {shard} --dtype bf16 --prefetch 0", EIGHT)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+def test_with_copies_of_one_rank_it_is_ddp_py_and_with_one_copy_zero3_py(optim):
+    flags = f"{EXACT} --accum 3 --optim {optim}"
+    for shard, other, most in (1, "ddp", 1e-12), (4, "zero3", 0):
+        ours, theirs = train("hsdp", 4, f"{flags} --shard {shard}"), train(other, 4, flags)
+        assert apart(ours[1], theirs[1]) <= most, f"other weights than {other}.py's"
+        assert apart(ours[0]["grad_norms"], theirs[0]["grad_norms"]) <= most, f"other norms than {other}.py's"
+
+
+def test_one_of_512_ranks_holds_and_sends_the_formulas():
+    flags = "--size 7.5b --dtype bf16 --steps 2 --batch 512 --device cpu --shard 8"
+    result = simulate("hsdp", 512, 300, flags, "nccl")
+    for name, row in result["sent"].items():
+        assert row["wire"] == pytest.approx(row["formula"], rel=1e-6), f"{name}: other bytes"
+    for name, row in result["held"].items():
+        assert row["measured"] == pytest.approx(row["formula"], rel=0.08), f"{name}: other bytes"
+    assert result["sent"]["all-reduce"]["formula"] == 2 * 2 * result["n_params"] / 8 * 504 / 512
+
+
+@pytest.mark.parametrize(
+    "size, host, shard", [(8, 4, 4), (8, 8, 4), (4, 4, 2), (6, 2, 2), (5, 5, 5), (3, 3, 3)]
+)
+def test_a_copy_is_a_host_or_half_of_the_only_one(size, host, shard):
+    config = SimpleNamespace(shard=None)
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(host)}):
+        load("hsdp").choose_shard(config)
+    assert config.shard == shard
+
+
+@on_ranks(8)
+def check_groups(name):
+    """A copy's ranks are neighbours; a shard's are as far apart as a copy is large."""
+    _, model = wrap(name, nn.Linear(2, 2), nn.Linear, shard=4)
+    unit, rank = model.units[0], dist.get_rank()
+    copy, others = map(dist.get_process_group_ranks, (unit.group, unit.replica_group))
+    assert copy == [*range(rank // 4 * 4, rank // 4 * 4 + 4)], f"no neighbours: {copy}"
+    assert others == [rank % 4, rank % 4 + 4], f"other shards: {others}"
+    assert "ValueError" in error_of(lambda: load(name).HSDP(nn.Linear(2, 2), nn.Linear, 3)), "3 of 8 ranks"
+
+
+@on_ranks(4)
+def check_replicas(name):
+    """In bf16, all copies have the same weights after each of three steps, of two microbatches each."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))).bfloat16()
+    _, model = wrap(name, plain, nn.Linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(dist.get_rank())
+    for step in range(3):
+        for model.syncing in (False, True):
+            model(torch.randn(2, 5).bfloat16()).square().sum().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+        everyone = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(everyone, mine)
+        for one, other in zip(everyone[:2], everyone[2:]):
+            assert torch.equal(one, other), f"a stale replica after step {step + 1}"
+    assert all(unit.total is None for unit in model.units), "bf16 copies are kept"
+
+
+@on_ranks(4)
+def check_timeline(name):
+    """Copies hear of one another in the last backward alone, while earlier units compute."""
+    log = []
+    model = nn.ModuleList([*(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4)])  # the root's own is last
+    model.forward = nn.Sequential(model[3], *model[:3]).forward
+    for i in 1, 2, 3:
+        model[i - 1].register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
+        model[i - 1].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
+    _, hsdp = wrap(name, model, nn.Linear)
+    for (i, unit), (method, word) in product(enumerate(hsdp.units), zero.METHODS.items()):
+        setattr(unit, method, zero.noting(log, f"{word} {i}", unit, getattr(unit, method)))
+    all_reduce = dist.all_reduce
+
+    def noted(tensor, group, async_op=False):
+        assert async_op, "waited for at once"
+        log.append("all-reduce")
+        return all_reduce(tensor, group=group, async_op=True)
+
+    with mock.patch.object(dist, "all_reduce", noted):
+        for hsdp.syncing in (False, True):
+            early = list(log)
+            log.clear()
+            hsdp(torch.randn(2, 4)).sum().backward()
+    assert " ".join(early).split() == zero.TIMELINES["zero3"].split(), f"another order: {', '.join(early)}"
+    expected = zero.TIMELINES["zero3"].replace("reduced 3", "all-reduce reduced 3")
+    for i in 2, 1, 0:
+        expected = expected.replace(f"reduced {i}", f"all-reduce reduced {i}")
+    assert " ".join(log).split() == expected.split(), f"another order: {', '.join(log)}"
+
+
+four = partial(check_odd, size=4)
+odd = [four, partial(four, shard=1), partial(four, shard=4), partial(four, how=zero.recompute)]
+odd += [partial(four, prefetch=0, reshard_after_forward=False)]
+same = [zero.check_norm, zero.check_adopted, zero.check_failed, zero.check_late, zero.check_gathering]
+test_each_promise_is_kept = holds("hsdp", *odd, *same, check_groups, check_replicas, check_timeline)
+ledger_16 = partial(check_ledger, flags="--dtype bf16")
+STALE, FOR = "a stale replica after step 1", "                for name"
+parity, one_step = (partial(check_parity, size=4, flags=f"--accum 3 --steps {n}") for n in (3, 1))
+MUTANTS = [
+    ("            if syncing:", "            if True:", check_ledger, "all-reduce: sent +"),
+    ("            if syncing:", "            if True:", check_timeline, "another order"),
+    ("            if syncing:", "            if False:", check_replicas, STALE),
+    ("device, self.group, replica_group", "device, replica_group, self.group", check_groups, "no neighbours"),
+    ("range(i, dist.get_world_size(), shard)", "range(i * 2, i * 2 + 2)", check_groups, "other shards"),
+    ("dist.get_world_size(self.replica_group)", "1", parity, "norms differ"),
+    ("alpha=1 / self.world_size", "alpha=1", parity, "norms differ"),
+    ("out=self.shard.grad", "out=self.total", check_replicas, STALE),
+    ("            unit.finish_all_reduce()", "            pass", check_replicas, STALE),
+    ("model.syncing = i == config.accum", "model.syncing = i == 1", one_step, "norms differ"),
+    ("dist.all_reduce(squares, group=self.group)", "dist.all_reduce(squares)", one_step, "norms differ"),
+    ("self.flat_param, 0)", "self.flat_param, group_src=0, group=group)", four, "weights differ"),
+    ("dist.broadcast(tensor, 0)", "pass", four, "weights differ"),
+    ("self.shard.grad.to(self.part.dtype)", "self.shard.grad", ledger_16, "all-reduce: sent +"),
+    ("self.all_reduce_work = self.total = None", "self.all_reduce_work = None", check_replicas, "are kept"),
+    ("self.replica_group, async_op=True", "self.replica_group", check_timeline, "waited for at once"),
+    (f"() == 0:\n{FOR}", f"(self.group) == 0:\n{FOR}", four, "a rank other than 0 has weights"),
+]  # fmt: skip
+test_a_mutant_is_rejected = mutants(MUTANTS, "hsdp")
