@@ -27,13 +27,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import ledger
-from promises import ROOT, SHAPE, SIZES, SYMPTOMS, find_mutants, promises, run
+from promises import ROOT, SIZES, SYMPTOMS, find_mutants, promises, run
 
 EXERCISES = ROOT / "exercises"
 # name: a lesson, or a part of it | missing: bodies, or the line with this piece | minutes | hint
 PATH = """
 single                | / config.accum | 5 | a microbatch's loss: gradients add up, and a mean is wanted
-single-clip           | clip_grad_norm_ | 10 | one norm of all; scale by max_norm / norm, at most 1
+single-clip           | clip_grad_norm_ | 10 | one norm of all; scale by max_norm / (norm + 1e-6), at most 1
 collectives           | ring_reduce_scatter | 20 | N - 1 times: send a chunk on, add the one that comes
 collectives-gather    | ring_all_gather | 10 | N - 1 times: pass on the chunk that came last
 dp_threads            | parallel_apply | 10 | a thread for each replica; outputs in the replicas' order
@@ -72,7 +72,7 @@ CATCH = '''"""An assertion that {lesson}.py keeps, and that three hidden mutants
 def check(run):
     """run(2, "--accum 3") is what 2 ranks did with these flags: {{"losses": [...], "grad_norms": [...],
     "weights": {{...}}, "held": {{name: {{"formula", "measured"}}}}, "sent": {{name: {{"formula", "wire"}}}}}}
-    or {{"error": ...}}."""
+    or {{"error": ...}}. (Gradients measured may exceed theirs by a parameter's, just computed.)"""
     assert "error" not in run(1)
 '''
 
@@ -145,7 +145,8 @@ def bugs():
     for key, (lesson, old, new) in find_mutants().items():
         if symptoms.get(key):
             _, source = lesson_of(lesson)
-            found.append((lesson, source.replace(old, new), symptoms[key]))
+            text = re.sub(r" +$", "", source.replace(old, new), flags=re.M)  # else they tell the line
+            found.append((lesson, text, symptoms[key]))
     return sorted(found, key=lambda bug: order.index(bug[0]))
 
 
@@ -166,7 +167,8 @@ def made(name):
     for exercise, what, minutes, hint in read_path():
         if name == exercise:
             lesson, source = lesson_of(name)
-            return lesson, emptied(source, what, hint), f"{minutes} minutes. {what}: {hint}."
+            named = what if what.replace(".", "").replace(" ", "").isidentifier() else "one line"
+            return lesson, emptied(source, what, hint), f"{minutes} minutes, {named}: {hint}."
     kind, number = name[:3], name[3:]
     if name.startswith("catch"):
         kind, number = name[:5], name[5:]
@@ -195,6 +197,9 @@ def write(name, again):
     EXERCISES.mkdir(exist_ok=True)
     path.write_text(text)
     print(f"{words}\nEdit exercises/{name}.py, then: python learn.py check {name}")
+    if not name.startswith("catch"):
+        run_it = f"python -m torch.distributed.run --nproc_per_node=2 exercises/{name}.py --steps 3"
+        print(f"To see what it prints, which check does not show: {run_it}")
 
 
 def show(name):
@@ -273,12 +278,14 @@ def catch_promises(path, _):
                 yield f"it fails on mutant {i}", None if caught else failed or "it holds there, too"
 
 
-def value_of(answer):
-    """Of a number, or of a term such as 2*4*419328*3/4; -1 if it is none."""
-    if re.fullmatch(r"[\d.+*/() -]{1,80}", answer) and "**" not in answer:
-        with suppress(SyntaxError, TypeError, ZeroDivisionError):
-            return eval(answer)
-    return -1
+def ask(question, letters):
+    """The value of an answer: a number, or a formula in these letters, such as wP(N-1)/N."""
+    while True:
+        answer = input(f"{question}: ")
+        if re.fullmatch(r"[\w.,+*/() -]{1,80}", answer) and "**" not in answer:
+            with suppress(SyntaxError, TypeError, NameError, ZeroDivisionError):
+                return ledger.evaluate(answer, letters)
+        print(f"  cannot read {answer!r}: a number of bytes, such as 560640, or a formula, such as 8P/N")
 
 
 def predict(lesson):
@@ -287,19 +294,22 @@ def predict(lesson):
         refuse(f"predict {lesson}: no such lesson")
     dice = random.Random(f"{lesson} {time.strftime('%x')}")
     size = dice.choice(SIZES.get(lesson, (2, 4)))
-    flags = f"--width {dice.choice((24, 48, 96))} --layers {dice.choice((2, 4, 6))}"
-    found = run(str(ROOT / f"{lesson}.py"), lesson, size, flags)
+    shape = f"--width {dice.choice((24, 48, 96))} --layers {dice.choice((2, 4, 6))}"
+    found = run(str(ROOT / f"{lesson}.py"), lesson, size, shape)
     letters = found["letters"]
-    print(f"{lesson}.py on {size} ranks: {SHAPE} {flags} --dtype fp64. Its docstring has the formulas.")
-    print("How many bytes? A number or a term. " + " ".join(f"{key}={letters[key]:g}" for key in letters))
+    print(
+        f"How many bytes does {lesson}.py hold, and send in a step, with {shape}, on {size} rank(s)? In fp64."
+    )
+    print("A number, or a formula in " + " ".join(f"{key}={letters[key]:g}" for key in sorted(letters)))
     right = True
     for part, column in (("held", "measured"), ("sent", "wire")):
         for name in sorted(found["formulas"].keys() & found[part].keys()):
             formula = found["formulas"][name]
-            measured = found[part][name][column]
-            close = abs(value_of(input(f"{part}, {name}: ")) - measured) <= 0.01 * measured
+            row = found[part][name]  # gradients may exceed the formula by a parameter's, just computed
+            answer = ask(f"{name}, {part}", letters)
+            close = any(abs(answer - row[key]) <= 0.01 * row[key] for key in (column, "formula"))
             term = re.sub(r"\b[A-Za-z]\b", lambda match: f"{letters[match[0]]:g}", ledger.spelled(formula))
-            print("  right" if close else f"  no: {measured:.0f}, by {formula}\n  {term}")
+            print("  right" if close else f"  no: {row[column]:.0f} were measured; {formula}\n  {term}")
             right &= close
     add_attempt(f"predict {lesson}", right)
 
@@ -311,9 +321,11 @@ def list_path():
     for name, _, minutes, hint in read_path():
         done = progress.get(name, {}).get("done", False)
         print(f"{'done' if done else '    '} {name:<22}{minutes:>3} min  {hint}"[:100])
-    known = len(bugs())
     found = sum(name.startswith("bug") and entry["done"] for name, entry in progress.items())
-    print(f"Bugs: {found} of {known} found: python learn.py bug N, then check bugN")
+    known = [lesson for lesson, _, _ in bugs()]
+    print(f"Bugs: {found} of {len(known)} found. python learn.py bug N, then check bugN. N from")
+    first = {lesson: known.index(lesson) + 1 for lesson in known}
+    print(textwrap.fill(", ".join(f"{number} {lesson}" for lesson, number in first.items()), 100))
 
 
 def main():
@@ -324,13 +336,15 @@ def main():
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--again", action="store_true")
     given = parser.parse_args()
-    name = given.name.removesuffix(".py")
+    name = Path(given.name).stem
     if given.command == "path":
         list_path()
+    elif not name:
+        refuse(f"{given.command}: needs a name or a number; python learn.py lists them")
     elif given.command == "fill":
         write(name, given.again)
     elif given.command in ("bug", "catch"):
-        write(given.command + name, given.again)
+        write(given.command + name.removeprefix(given.command), given.again)
     else:
         {"check": check, "show": show, "predict": predict}[given.command](name)
 
