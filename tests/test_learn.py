@@ -75,21 +75,22 @@ def check_files(learn, folder):
 
 
 def check_answers(learn, folder):
-    answers = iter(["7", *[""] * 9])
+    answers = iter(["abc(", "wP", *["1"] * 9])
     with mock.patch("builtins.input", lambda _: next(answers)):
         out = said(lambda: learn.predict("zero3"))[0]
-    right = [line.split()[1].strip(",") for line in out.splitlines() if line.startswith("  no:")]
+    assert "cannot read 'abc('" in out
+    right = [line.split()[1] for line in out.splitlines() if line.startswith("  no:")]
     with mock.patch("builtins.input", lambda _: right.pop(0)):
         assert said(lambda: learn.predict("zero3"))[0].count("right") == 5, out
     learn.write("catch1", False)
     checks = {"pass": "it holds there, too", PARITY: None}
     for check, expected in checks.items():
-        (folder / "catch1.py").write_text(f"def check(run):\n    {check}\n")
+        (folder / "catch1.py").write_text(f"def check(run, plain):\n    {check}\n")
         found = [how for _, how in learn.catch_promises(str(folder / "catch1.py"), "")]
         assert found[0] is None and expected in (found[1], None), (check, found)
 
 
-PARITY = "assert round(run(2)['losses'][-1] - run(1)['losses'][-1], 6) == 0"
+PARITY = "assert round(run(2)['losses'][-1] - plain()['losses'][-1], 6) == 0"
 test_an_exercise_fails_when_empty_and_holds_when_done = fresh(check_exercises)
 test_a_bug_shows_what_is_told = fresh(check_bugs)
 test_who_cheats_or_hangs_is_told = fresh(check_cheats)

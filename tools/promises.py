@@ -31,6 +31,7 @@ THREADS = {"dp_threads": "--replicas", "dp_async": "--workers"}  # whose ranks a
 SIZES = {"single": (1,), "fusion": (1, 2), "checkpointing": (1, 2)}
 SHAPE = "--layers 3 --heads 12 --width 36 --context 24 --batch 24"
 FLAGS = f"{SHAPE} --steps 3 --dtype fp64 --lr 0.01 --clip 0.5 --device cpu --data {ROOT}/LICENSE"
+FORK = multiprocessing.get_context("fork")
 SECONDS = 40  # a run that takes longer hangs
 
 
@@ -109,7 +110,7 @@ def where_is(path, rank, process, folder):
     stack = re.findall(r'File "(.*)", line (\d+) in (\w+)', (folder / f"{rank}.stack").read_text())
     calls = [name for file, _, name in stack if "distributed" in file and name != "wrapper"]
     lines = [line for file, line, _ in stack if file == path]
-    return f"rank {rank} waits in {(calls or ['a call'])[0]}(), line {(lines or ['?'])[0]}"
+    return f"rank {rank} {f'waits in {calls[0]}()' if calls else 'computes'}, line {(lines or ['?'])[0]}"
 
 
 @functools.cache
@@ -120,10 +121,11 @@ def run(path, lesson, size=1, flags=""):
         size = 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        fork = multiprocessing.get_context("fork")
-        ranks = [fork.Process(target=be_rank, args=(path, r, size, flags, folder)) for r in range(size)]
-        for process in ranks:
-            process.start()
+        ranks = []
+        for rank in range(size):
+            arguments = (path, rank, size, flags, folder)
+            ranks.append(FORK.Process(target=be_rank, args=arguments, daemon=True))
+            ranks[rank].start()
         deadline = time.monotonic() + SECONDS
         results = {}
         while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
