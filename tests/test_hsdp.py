@@ -145,6 +145,6 @@ MUTANTS = [
     ("self.shard.grad.to(self.part.dtype)", "self.shard.grad", ledger_16, "all-reduce: sent +"),
     ("self.all_reduce_work = self.total = None", "self.all_reduce_work = None", check_replicas, "are kept"),
     ("self.replica_group, async_op=True", "self.replica_group", check_timeline, "waited for at once"),
-    ("            if dist.get_rank() ", "            if dist.get_rank(self.group) ", four, "a rank other than 0"),
+    ("            if dist.get_rank() ", "            if dist.get_rank(self.group) ", four, "other than 0"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "hsdp")
