@@ -23,8 +23,8 @@ def wrap(name, model, unit_class, **options):
         model.clip_grad_norm_ = lambda max_norm: lesson.clip_grad_norm_(model.parameters(), max_norm)
         return lesson, model
     wrapper = next(each for key, each in vars(lesson).items() if key.lower() == stem)
-    if stem == "hsdp":  # copies of two ranks, of an odd number one
-        options = {"shard": 2 - dist.get_world_size() % 2} | options
+    if stem == "hsdp":  # two copies of two ranks, else of one
+        options = {"shard": 1 + (dist.get_world_size() == 4)} | options
     return lesson, wrapper(model, *([] if stem == "ddp" else [unit_class]), **options)
 
 
