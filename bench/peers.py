@@ -11,7 +11,7 @@ import torch
 from peer import ALONE, AllReduced, plain
 from peers_deepspeed import DeepSpeed, Mixtures, Ulysses
 from peers_pipeline import Mesh3D, Pipelined
-from peers_torch import DTensors, OtherAttention, checkpointed, ddp, ddp_with_zero, fsdp2
+from peers_torch import DTensors, OtherAttention, checkpointed, ddp, ddp_with_muon, ddp_with_zero, fsdp2
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 FIFTHS, VIEWS = {"fifths": True}, {"fifths": True, "gradient_as_bucket_view": True}
@@ -39,6 +39,10 @@ PEERS = {
         "FSDP2": partial(fsdp2, True, False),
         "FSDP2, explicit prefetch": partial(fsdp2, True, True),
         "FSDP2, no reshard": partial(fsdp2, False, False),
+    },
+    "muon": {
+        "torch DDP, Muon on every rank": partial(ddp_with_muon, {}),
+        "torch DDP, Muon on every rank, P/5, views": partial(ddp_with_muon, VIEWS),
     },
     "offload": {
         "FSDP2, CPUOffloadPolicy": partial(fsdp2, True, True, offload_policy=ON_HOST),

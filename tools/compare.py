@@ -80,7 +80,8 @@ def compare(folder, name, plain, weights):
     if not run:
         return unfinished(folder / f"{name}.log"), False
     result, own = run
-    tolerance = TOLERANCE[result["dtype"]]
+    in_bf16 = name == "muon" and result["dtype"] == "fp32"  # Newton-Schulz, which magnifies rounding
+    tolerance = TOLERANCE["bf16" if in_bf16 else result["dtype"]]
     if own.keys() != weights.keys():
         return line(name, result, "other names", "FAILED"), False
     difference = max((own[key].double() - weights[key].double()).abs().max().item() for key in own)

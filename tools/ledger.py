@@ -11,9 +11,9 @@ require a gradient, gradients their .grad, the optimizer's are in its state, and
 makes of one of these. (Gradients may exceed a formula by one parameter's, which autograd just computed.)
 Activations are what else the step made, in floating point, and holds when a backward begins.
 sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S(N-1)/N in an all-reduce,
-S(N-1)/N in a reduce-scatter, all-gather or all-to-all, and in a broadcast or reduce, where one rank of N sends
-nothing on, in the mean; S in a send; none for a single number. An all-to-all
-that does the work of a reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
+S(N-1)/N in a reduce-scatter, all-gather or all-to-all, and in the mean in a broadcast or reduce, in which one
+rank sends nothing on; S in a send; none for a single number. An all-to-all that does the work of a
+reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
 "host" and "upload", between a device and its host, whose memory is what these make.
 
 With --ranks, one of so many ranks is simulated, without the others or data: shapes and bytes are the code's.
@@ -52,7 +52,7 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 
 
 def read_formulas(lesson, config):
-    """{what is held or sent: formula}. A line that says `with --policy full` or `without --params` needs that."""
+    """{what is held or sent: formula}. A line may be `with --policy full` or `without --params`."""
     formulas = {}
     for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
         choice = re.search(r"(with|without) --(\w+) ?(\w*)", more)
