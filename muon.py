@@ -21,8 +21,8 @@ Costs (bytes that a rank sends in a step, in the mean: in a chain the last of N 
     broadcast     wP(N-1)/N             without --gather
     broadcast     (wP+qH)(N-1)/N        with --gather, q a number in Newton-Schulz: bf16 2, with fp64 8
     Newton-Schulz takes 5 x 2pp(2q+p) FLOPs for a p x q matrix, p <= q: 280hhh for a block of width h, shared
-    by the ranks. At gpt2-xl, with 64 sequences, on 8 ranks, it is 7% of a rank's FLOPs. If every rank does
-    all of it, as with --gather or in DDP, it is 38%.
+    by the owners. At gpt2-xl with 64 sequences on 8 ranks it is 8% of a step's FLOPs; if every rank does all
+    of it, as with --gather or in DDP, 40%.
 
 Run
     torchrun --nproc_per_node=2 muon.py

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from test_all import EXACT, check_ledger
@@ -83,12 +82,12 @@ def check_costs(name):
 def check_module(name, gather=False):
     """A module that uses its layers' weights ends in those of the plain one; an evaluation sees a step."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0, batch_first=True)
-    plain = nn.TransformerEncoder(layer, 3, nn.LayerNorm(8), enable_nested_tensor=False).double()
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 12, dropout=0, batch_first=True)
+    plain = torch.nn.TransformerEncoder(layer, 3, torch.nn.LayerNorm(8), enable_nested_tensor=False).double()
     lesson, model = load(name), copy.deepcopy(plain)
     for tensor in model.state_dict().values():
         tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
-    zero = lesson.ZeROMuon(model, nn.TransformerEncoderLayer, gather)
+    zero = lesson.ZeROMuon(model, torch.nn.TransformerEncoderLayer, gather)
     momenta = {param: torch.zeros_like(param.data) for param in plain.parameters() if param.dim() == 2}
     steps = partial(plain_step, momenta), lesson.Muon(zero.units[1:]).step
     rests = [param for param in plain.parameters() if param.dim() < 2], [zero.units[0].shard]
@@ -118,7 +117,7 @@ TIMELINE = """unshard 0 unshard 1 unshard 2 unshard 3 wait 1 wait 0 forward 1 wa
 def check_timeline(name):
     """What computes and what starts and ends on the network, in order."""
     log, lesson = [], load(name)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     model[3].weight = model[0].weight
     for i, layer in enumerate(model, 1):
         layer.register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
@@ -126,7 +125,7 @@ def check_timeline(name):
     for name in "unshard", "wait_for_unshard", "start_reduce", "finish_reduce":
         note = lambda unit, *_, word=name.split("_")[0]: log.append(f"{word} {zero.units.index(unit)}")  # noqa
         setattr(lesson.Unit, name, noted(getattr(lesson.Unit, name), note))
-    zero = lesson.ZeROMuon(model, nn.Linear)
+    zero = lesson.ZeROMuon(model, torch.nn.Linear)
     zero(torch.randn(2, 4)).sum().backward()
     assert " ".join(dict.fromkeys(log)) == " ".join(TIMELINE.split()), f"another order: {', '.join(log)}"
 
@@ -145,7 +144,6 @@ MUTANTS = [
     ("newton_schulz(matrix.T).T", "newton_schulz(matrix.T)", check, "numbers differ"),
     ("if matrix.shape[0] > matrix.shape[1]", "if False", check_costs, "other FLOPs"),
     ("max(1, rows / columns)", "max(1, columns / rows)", check_original, "numbers differ"),
-    ("0.2 * max(", "0.2 * min(", check, "numbers differ"),
     ("self.all_gather_works = self.start(dist.broadcast, self.flat_param)", "pass", check, "numbers differ"),
     ("([rest.shard], lr", "(model.shards, lr", check_ledger, "optimizer: +"),
     ('shard.grad.lerp(momentum, group["momentum"])', "momentum", check, "numbers differ"),
