@@ -29,8 +29,9 @@ Run
     torchrun --nproc_per_node=8 muon.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    What zero1.py leaves out. Convolutions; query, key and value each for itself. Parts sent in one call. With
-    --gather: matrices that lie on one rank, so that few ranks orthogonalize each; all-gathers ahead.
+    What zero1.py leaves out; process groups, zero_grad(set_to_none=False), a step after a backward that failed
+    or was not `syncing`. Convolutions; query, key and value each for itself. All parts sent in one call. With
+    --gather: matrices that few ranks share, so that not all orthogonalize each; all-gathers ahead.
 """
 
 import argparse

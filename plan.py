@@ -267,9 +267,8 @@ def advise(jobs):
             return best, f"Take {best['strategy']}{flags}: {size}."
     last = replicas(tried[-1])[-1]
     size = last["bytes"]
-    why = (
-        f"{last['strategy']} needs {giga(size['sum'])} GB, of it {giga(size['activations'])} for activations"
-    )
+    why = f"{last['strategy']} needs {giga(size['sum'])} GB"
+    why += f", of it {giga(size['activations'])} for activations"
     return None, f"Nothing fits: {why} with --recompute {tried[-1].recompute}."
 
 

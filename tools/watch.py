@@ -159,9 +159,8 @@ class Watch(TorchDispatchMode):
         foreign = not function.is_view and any(owner_of(tensor) != here for tensor in read)
         if foreign and (copies or here not in LINKS):
             self.add(LINKS.get(here, "send") if copies else "foreign read", given[-1].nbytes)
-        updates = (
-            name == "aten::add_" and self.kinds.get(numbers[0]) == "parameters"
-        )  # what it adds is no copy
+        # What is added to a parameter is an update, not a copy.
+        updates = name == "aten::add_" and self.kinds.get(numbers[0]) == "parameters"
         if function.namespace == "c10d" or (name in COPIES and not updates):
             for number in numbers:
                 self.same[self.root(number)] = self.root(numbers[0])
