@@ -29,7 +29,7 @@ Run
     torchrun --nproc_per_node=8 muon.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    What zero1.py leaves out; process groups, zero_grad(set_to_none=False), a step after a backward that failed
+    What zero1.py leaves out; process groups, zero_grad(set_to_none=False), a step after a backward that fails
     or was not `syncing`. Convolutions; query, key and value each for itself. All parts sent in one call. With
     --gather: matrices that few ranks share, so that not all orthogonalize each; all-gathers ahead.
 """
