@@ -12,6 +12,7 @@ Memory
     gradients     2P      4P               / N      / N
     optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
     With --shard F each F ranks share a copy, by ZeRO-3: / F (hsdp.py).
+    With --optimizer muon (muon.py: DP, ZeRO-1) 4 less for each of 12Lh^2 parameters in matrices: one moment.
     Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
     with dropout's masks; with flash attention none keeps what selective does:
     none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
@@ -59,6 +60,7 @@ Shape = namedtuple("Shape", ("layers", "heads", "hidden", "seq", "vocab"))
 BYTES = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}  # of a parameter, of its gradient, in the optimizer
 RECOMPUTE = ("none", "selective", "full")
 NEED_NO_SHAPE = {"recompute": "none", "attention": "flash", "sequence_parallel": False, "cp": 1, "experts": 1}
+NEED_NO_SHAPE["optimizer"] = "adamw"
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
@@ -72,11 +74,16 @@ def parameters(layers, hidden, vocab, seq, tensor=1, first=True, last=True):
     return layers * layer + embedding + first * seq * hidden + last * 2 * hidden
 
 
-def states(stage, params, ranks, precision="mixed"):
-    """{name: bytes} of parameters, gradients and optimizer on a rank in ZeRO's stage 1 to 3 (0: DP)."""
+def states(stage, params, ranks, precision="mixed", matrices=0):
+    """{name: bytes} of parameters, gradients and optimizer on a rank in ZeRO's stage 1 to 3 (0: DP).
+
+    matrices: how many of the parameters are Muon's (2502.16982), which has one moment of each.
+    """
     sharded = ("optimizer", "gradients", "parameters")[:stage]
     sizes = zip(("parameters", "gradients", "optimizer"), BYTES[precision])
-    return {name: size * (-(-params // ranks) if name in sharded else params) for name, size in sizes}
+    held = {name: size * (-(-params // ranks) if name in sharded else params) for name, size in sizes}
+    held["optimizer"] -= 4 * (matrices // ranks if stage else matrices)
+    return held
 
 
 def layer_activations(
@@ -203,7 +210,8 @@ def row(job, zero, tensor=1, pipeline=1, shard=None):
     # Of stages with as many layers an earlier one has more in flight, so these show the most.
     for stage in {0, 1, -layers % pipeline, pipeline - 1} - {pipeline}:
         params, kept, sent = replica(job, tensor, pipeline, stage)
-        held = states(zero, params, shard or data, job.precision) | {"activations": kept}
+        matrices = 12 * layers * job.shape.hidden**2 if job.optimizer == "muon" else 0
+        held = states(zero, params, shard or data, job.precision, matrices) | {"activations": kept}
         width = BYTES[job.precision][0]
         hybrid = shard and sum(hybrid_wire(params, data, shard, microbatches, width))
         sent += hybrid or wire(zero, params, data, microbatches, width)
@@ -219,6 +227,8 @@ def row(job, zero, tensor=1, pipeline=1, shard=None):
 
 def replicas(job):
     """The rows in which each rank has a share of the batch: DP, the ZeRO stages, with --shard HSDP."""
+    if job.optimizer == "muon":
+        return [row(job, zero) for zero in range(2)]
     hybrid = [row(job, 3, shard=job.shard)] if job.shard else []
     return [row(job, zero) for zero in range(4)] + hybrid
 
@@ -230,7 +240,7 @@ def divisors(number):
 
 def meshes(job):
     """The rows in which t x p ranks are a replica, t within a node and p <= L; ZeRO-1 over the replicas."""
-    if not job.shape:
+    if not job.shape or job.optimizer == "muon":
         return []
     tokens = job.shape.seq if job.sequence_parallel else 0
     tensors = divisors(
@@ -270,8 +280,10 @@ def advise(jobs):
         for best in cheapest(rows_of(job)):  # if any
             size = f"{giga(best['bytes']['sum'])} GB fit, and nothing that fits sends less"
             return best, f"Take {best['strategy']}{flags}: {size}."
-    size = row(tried[-1], 3)["bytes"]
-    why = f"ZeRO-3 needs {giga(size['sum'])} GB, of it {giga(size['activations'])} for activations"
+    last = replicas(tried[-1])[-1]
+    size = last["bytes"]
+    why = f"{last['strategy']} needs {giga(size['sum'])} GB"
+    why += f", of it {giga(size['activations'])} for activations"
     return None, f"Nothing fits: {why} with --recompute {tried[-1].recompute}."
 
 
@@ -360,6 +372,7 @@ def parse(arguments=None):
         choices=("flash", "math", "fused"),
         help="math stores scores; fused few logits (fusion.py)",
     )
+    add("--optimizer", default="adamw", choices=("adamw", "muon"), help="muon: of the matrices (muon.py)")
     add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
     add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
     add("--cp", type=int, default=1, help="ranks that share each sequence (context_parallel.py)")
@@ -394,7 +407,8 @@ def find_problems(job):
     if any(shape) and names:
         yield f"{names}: missing beside the rest of the shape; or take a --size"
     elif names and not NEED_NO_SHAPE.items() <= vars(job).items():
-        yield f"{names}: missing; --recompute, --attention, --sequence-parallel, --cp and --experts need it"
+        flags = "--recompute, --attention, --optimizer, --sequence-parallel, --cp and --experts"
+        yield f"{names}: missing; {flags} need it"
     elif names and not job.params:
         yield f"--params: missing; say how many, or take a --size, or give all of {names}"
     elif not names and (job.gpus % job.cp or shape.seq % job.cp):

@@ -13,8 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 # In reading order.
-LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 hsdp offload tensor_parallel sequence_parallel
-    context_parallel expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion resume)
+LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 hsdp muon offload tensor_parallel
+    sequence_parallel context_parallel expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion resume)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
@@ -94,7 +94,7 @@ run_all() { # and say the name of each as it ends
         single) continue ;;
         dp_threads) run "$lesson" "$python" "$watched" --replicas "$ranks" ;;
         dp_async) run "$lesson" "$python" "$watched" --workers "$ranks" ;;
-        expert_parallel) # whose model is another one
+        expert_parallel | muon) # which train another model, or otherwise
             run "$lesson-alone" "$python" "$watched"
             run "$lesson" "$torchrun=$ranks" "$watched"
             ;;

@@ -50,6 +50,7 @@ LESSONS = [
     Lesson("zero2"),
     Lesson("zero3", variants=AHEAD),
     Lesson("hsdp", bad_flags=("--shard 3",), variants=("--shard 1", *AHEAD[:2])),
+    Lesson("muon", bad_flags=("--adjust-lr-fn none",), variants=("--gather",)),
     Lesson("offload", bad_flags=("--device-mb 0.1",)),
     Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257 --batch 9"),
     Lesson("sequence_parallel", bad_flags=BAD_SPLITS, flags="--vocab 257 --context 12 --batch 9"),
@@ -63,6 +64,7 @@ LESSONS = [
     Lesson("zero_r", variants=("--policy offload",)),
     Lesson("resume"),
 ]
+OWN_RUN = ("expert_parallel", "muon")  # which train another model, or with another optimizer
 NAMES = [lesson.name for lesson in LESSONS]
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
 
@@ -79,9 +81,8 @@ def cells(*rows):
 
 
 def oracle(name, flags):
-    """single.py's run with these flags; of a lesson with another model its own, on one rank."""
-    own_model = Path(name).stem == "expert_parallel"
-    return train(Path(name).stem if own_model else "single", 1, flags)
+    """single.py's run with these flags; of a lesson with another model or optimizer its own, on one rank."""
+    return train(Path(name).stem if Path(name).stem in OWN_RUN else "single", 1, flags)
 
 
 EXACT = f"{TINY} --batch 36 --clip 0.5 --lr 0.01 --dtype fp64"
@@ -311,8 +312,9 @@ def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
         try:
             steps = steps_of(name, size, f"{more} {flags} {own}")
             if steps:
-                alone, more = (name, own) if name == "expert_parallel" else ("single", "")
-                expected = steps_of(alone, 1, f"{flags} {more} --ep 1" if more else flags)
+                alone, more = (name, own) if name in OWN_RUN else ("single", "")
+                more += " --ep 1" * (name == "expert_parallel")
+                expected = steps_of(alone, 1, f"{flags} {more}")
                 assert apart(steps, expected) < (1e-9 if "fp64" in flags else 1e-2)
                 trained += 1
         except Exception as error:

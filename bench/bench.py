@@ -49,9 +49,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # DeepSpeed has another balance loss
 OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
-WHOLE = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
-WHOLE += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")  # for all ranks the same batch
-LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", "hsdp", "offload", "fusion", "resume", *WHOLE)
+UNSPLIT = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
+UNSPLIT += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")  # for all ranks the same batch
+LESSONS = ("collectives", "ddp", "zero1", "zero2", "zero3", "hsdp", "muon", "offload", "fusion", "resume")
+LESSONS += UNSPLIT
 ALL = ("single", "dp_threads", "dp_async", *LESSONS)  # the first three with --host alone
 # After 3 steps of up to 1e-3: AdamW turns rounding noise in a gradient that is zero (a key bias's) into one.
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}
@@ -128,16 +129,16 @@ class Race:  # the contenders of one lesson on this rank
         own = [*flags, *OWN_FLAGS.get(name, [])]
         self.config = self.lesson.parse(own)
         with contextlib.redirect_stdout(None):
-            self.device, text = self.lesson.set_up(self.config, replicas=1 if name in WHOLE else None)
+            self.device, text = self.lesson.set_up(self.config, replicas=1 if name in UNSPLIT else None)
         torch.set_num_threads(1)
-        share = (0, 1) if name in WHOLE else (dist.get_rank(), dist.get_world_size())
+        share = (0, 1) if name in UNSPLIT else (dist.get_rank(), dist.get_world_size())
         self.batches = list(self.lesson.microbatches(self.config, text, 1, self.device, *share))
         part = self.config.batch // dist.get_world_size() // self.config.accum
         self.part = [(inputs[:part], targets[:part]) for inputs, targets in self.batches]
         self.alone = ALONE
         self.ours = {f"{name}.py": (name, own)}
         self.ours |= {f"{name}.py {shlex.join(more)}": (name, [*own, *more]) for more in bench.also}
-        if name != "expert_parallel":  # which has another model
+        if name not in ("expert_parallel", "muon"):  # which train another model, or otherwise
             self.ours |= {f"{other}.py": (other, flags) for other in bench.beside}
         self.peers = peers_of(name)
 
@@ -167,7 +168,7 @@ class Race:  # the contenders of one lesson on this rank
                 continue
             for name, tensor in expected.items():
                 worst = max(worst, (tensor.double() - weights[name].double()).abs().max().item())
-            if not worst < TOLERANCE[self.config.dtype]:
+            if not worst < TOLERANCE["bf16" if hasattr(self.lesson, "Muon") else self.config.dtype]:
                 sys.exit(f"{title} ended {worst:.1e} from the lesson: its time would mean nothing")
         return worst
 

@@ -11,7 +11,7 @@ import torch
 from peer import ALONE, AllReduced, plain
 from peers_deepspeed import DeepSpeed, Mixtures, Ulysses
 from peers_pipeline import Mesh3D, Pipelined
-from peers_torch import DTensors, OtherAttention, checkpointed, ddp, ddp_with_zero, fsdp2, hsdp
+from peers_torch import DTensors, OtherAttention, checkpointed, ddp, ddp_with_muon, ddp_with_zero, fsdp2, hsdp
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 FIFTHS, VIEWS = {"fifths": True}, {"fifths": True, "gradient_as_bucket_view": True}
@@ -43,6 +43,10 @@ PEERS = {
     "hsdp": {
         "FSDP2, hybrid": partial(hsdp, False),
         "FSDP2, hybrid, explicit prefetch": partial(hsdp, True),
+    },
+    "muon": {
+        "torch DDP, Muon on every rank": partial(ddp_with_muon, {}),
+        "torch DDP, Muon on every rank, P/5, views": partial(ddp_with_muon, VIEWS),
     },
     "offload": {
         "FSDP2, CPUOffloadPolicy": partial(fsdp2, True, True, offload_policy=ON_HOST),

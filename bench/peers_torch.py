@@ -41,6 +41,17 @@ def ddp_with_zero(options, lesson, config, device):
     return peer
 
 
+def ddp_with_muon(options, lesson, config, device):
+    """torch.optim.Muon of all matrices on all ranks, and the lesson's optimizer of the rest."""
+    peer = ddp(options, lesson, config, device)
+    matrices = lesson.find_matrices(peer.model, lesson.Block)
+    rest = [param for param in peer.model.parameters() if param not in matrices]
+    muon = torch.optim.Muon(matrices, lr=config.lr, adjust_lr_fn=config.adjust_lr_fn)
+    peer.optimizer = lesson.OPTIMIZERS[config.optim](rest, lr=config.lr, fused=True)
+    peer.optimizer.register_step_post_hook(lambda *_: muon.step())
+    return peer
+
+
 def fsdp2(reshard, prefetch, lesson, config, device, **policy):
     """Units as in zero3.py; what is in none stays whole, as there. In bf16 with fp32 shards."""
     half = config.dtype == "bf16"

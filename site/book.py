@@ -49,7 +49,7 @@ PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_t
 PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", SPEED, re.M)
 SENT = r"\b(dist\.(all_|broadcast|i?send|i?recv)|all_gather\(|collective\()"
 SENDS = re.compile(f'(?!.*("sd"|getattr)).*{SENT}')  # in HTML; not in a docstring (sd)
-CALLS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send")
+CALLS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send", "broadcast", "reduce")
 
 
 # ---- text ----

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from tests.harness import load
 
 COLLECTIVES = ["all_reduce", "broadcast", "all_gather", "reduce_scatter_tensor", "reduce_scatter_single"]
-COLLECTIVES += ["all_gather_into_tensor", "all_gather_single", "all_to_all_single"]
+COLLECTIVES += ["reduce", "all_gather_into_tensor", "all_gather_single", "all_to_all_single"]
 COLLECTIVES += ["send", "recv", "isend", "irecv"]
 
 Launch = namedtuple("Launch", "name group given made peer batch options where")

@@ -72,7 +72,7 @@ class Recorder(Rank):
         else:
             event = self.ask(launch.group, f"{looks} {launch.options}")
         self.asked[id(launch)] = event
-        if launch.name not in ("all_reduce", "broadcast"):
+        if launch.name not in ("all_reduce", "reduce", "broadcast"):
             alike = "gather" in launch.name or "scatter" in launch.name
             self.receive(launch.given if alike else [], launch.made)
 

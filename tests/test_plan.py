@@ -250,6 +250,21 @@ def check_offload(name):
         assert found == (device, values["host"]), "other bytes"
 
 
+def check_muon(name):
+    """The docstring's formulas of muon.py are plan.py's; its gradients are in shards, too."""
+    plan = load(name)
+    for precision, dtype in ("fp32", "fp32"), ("mixed", "bf16"):
+        letters, values = docstring_of("muon", f"--dtype {dtype} --gather")
+        _, owned = docstring_of("muon", f"--dtype {dtype}")
+        job = plan.parse(f"--size gpt2 --gpus 4 --precision {precision} --optimizer muon".split())
+        held = plan.replicas(job)[1]["bytes"]
+        lesson = values["parameters"] + values["optimizer"], values["gradients"] - letters["P"]
+        assert lesson == (held["parameters"] + held["optimizer"], held["gradients"]), "holds another number"
+        assert owned["reduce"] + owned["broadcast"] == held["sent_per_step"], "other bytes"
+        ratio = (values["reduce"] + values["broadcast"]) / held["sent_per_step"]
+        assert 1 < ratio <= (1.25 if dtype == "fp32" else 1.5), "not (1, 1.25] of AdamW's (2502.16982)"
+
+
 def test_json_is_the_table_in_bytes(tmp_path):
     flags = "--size gpt2 --gpus 4 --recompute all --json"
     command = [sys.executable, "plan.py", *flags.split(), tmp_path / "plan"]
@@ -274,8 +289,10 @@ def test_the_readme_shows_what_plan_prints():
 
 
 CHECKS = [check_figure_1, check_counts, check_whole_model, check_layer, check_wire, check_advice]
-test_each_promise_is_kept = holds("plan", *CHECKS, check_lessons, check_hybrid, check_experts, check_offload)
+CHECKS += [check_lessons, check_hybrid, check_experts, check_offload, check_muon]
+test_each_promise_is_kept = holds("plan", *CHECKS)
 MUTANTS = [
+    ("4 * (matrices //", "2 * (matrices //", check_muon, "holds another number"),
     ("rest + 2 * block if", "rest + block if", check_offload, "other bytes"),
     ("(2, 2, 12)", "(2, 2, 8)", check_figure_1, "not Figure 1"),
     ("params * (ranks - 1) // ranks", "params", check_wire, "other bytes of a ZeRO stage"),

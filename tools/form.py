@@ -22,6 +22,7 @@ LESSONS = {
     "zero2.py": (390, 1700),
     "zero3.py": (450, 2150),
     "hsdp.py": (480, 2350),
+    "muon.py": (430, 2000),
     "offload.py": (400, 2100),
     "tensor_parallel.py": (380, 1900),
     "sequence_parallel.py": (410, 2150),

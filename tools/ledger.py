@@ -11,8 +11,9 @@ require a gradient, gradients their .grad, the optimizer's are in its state, and
 makes of one of these. (Gradients may exceed a formula by one parameter's, which autograd just computed.)
 Activations are what else the step made, in floating point, and holds when a backward begins.
 sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S(N-1)/N in an all-reduce,
-S(N-1)/N in a reduce-scatter, all-gather or all-to-all, S in a send; none for a single number. An all-to-all
-that does the work of a reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
+S(N-1)/N in a reduce-scatter, all-gather or all-to-all, and in the mean in a broadcast or reduce, in which one
+rank sends nothing on; S in a send; none for a single number. An all-to-all that does the work of a
+reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
 "host" and "upload", between a device and its host, whose memory is what these make.
 
 With --ranks, one of so many ranks is simulated, without the others or data: shapes and bytes are the code's.
@@ -22,7 +23,8 @@ heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches of 
 weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state;
 G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1 over gloo. With M mixtures of X
 experts on e ranks, of which a token takes t: U parameters in an expert, D outside them; an all-to-all depends
-on tokens, the formula is its mean.
+on tokens, the formula is its mean. H parameters in Muon's matrices, O of them on the rank with most, q bytes
+of a number in Newton-Schulz.
 """
 
 import argparse
@@ -50,11 +52,11 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 
 
 def read_formulas(lesson, config):
-    """{what is held or sent: formula}. A line that says `with --policy full` or `with --params` needs it."""
+    """{what is held or sent: formula}. A line may be `with --policy full` or `without --params`."""
     formulas = {}
     for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
-        choice = re.search(r"with --(\w+) ?(\w*)", more)
-        if not choice or getattr(config, choice[1]) in (True, choice[2]):
+        choice = re.search(r"(with|without) --(\w+) ?(\w*)", more)
+        if not choice or (getattr(config, choice[2]) in (True, choice[3])) == (choice[1] == "with"):
             formulas[name] = formula
     return formulas
 
@@ -95,6 +97,14 @@ def letters_of(lesson, config, ranks, backend):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
         letters["U"] = 8 * config.width**2 + 5 * config.width
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
+    if hasattr(config, "gather"):
+        matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
+        owned = Counter()
+        for matrix, owner in lesson.assign_owners(matrices, ranks)[0].items():
+            owned[owner] += matrix.numel()
+        letters["H"] = sum(owned.values())
+        letters["O"] = letters["H"] / ranks if config.gather else max(owned.values())
+        letters["q"] = 8 if config.dtype == "fp64" else 2
     return letters
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 # {what the operator's name contains: (collective, passes round the ring)}
 COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
 COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
+COLLECTIVES |= {"broadcast": ("broadcast", 1), "reduce_": ("reduce", 1)}
 AXES = ("tensor", "pipeline", "tie", "data")  # groups of a mesh, of which all bytes are counted together
 LINKS = {"host_0": "down", "upload_0": "up"}  # threads of offload.py; what they make is the host's
 COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
@@ -158,7 +159,9 @@ class Watch(TorchDispatchMode):
         foreign = not function.is_view and any(owner_of(tensor) != here for tensor in read)
         if foreign and (copies or here not in LINKS):
             self.add(LINKS.get(here, "send") if copies else "foreign read", given[-1].nbytes)
-        if function.namespace == "c10d" or name in COPIES:
+        # What is added to a parameter is an update, not a copy.
+        updates = name == "aten::add_" and self.kinds.get(numbers[0]) == "parameters"
+        if function.namespace == "c10d" or (name in COPIES and not updates):
             for number in numbers:
                 self.same[self.root(number)] = self.root(numbers[0])
 
