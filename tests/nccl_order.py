@@ -102,7 +102,7 @@ class Replay:
     def __init__(self, events, one_queue=False):
         self.events = [deque(each) for each in events]  # of each rank
         self.one_queue = one_queue
-        self.streams = [{} for _ in events]  # {stream: operations that have not ended}
+        self.streams = [defaultdict(deque) for _ in events]  # {stream: operations that have not ended}
         self.queues = [deque() for _ in events]  # operations that have not started
         self.computed = [SimpleNamespace(ended=True) for _ in events]  # the latest computation
         self.operations = {}  # {id of an event: operation}
@@ -115,15 +115,14 @@ class Replay:
                 self.host(rank)
                 self.gpu(rank)
         for rank in range(len(events)):
-            assert not self.events[rank] and not self.streams[rank], f"ranks wait for one another: {self}"
+            stays = self.events[rank] or any(self.streams[rank].values())
+            assert not stays, f"ranks wait for one another: {self}"
 
     def meet(self, key, rank, looks, event):
         for other, (its, before) in self.there[key].items():
             fits = not looks or event.parts.get(other, ()) == before.parts.get(rank, ())[::-1]
-            here, there = (looks, event.parts), (its, before.parts)
-            assert looks == its and fits, (
-                f"ranks do not meet: {event.where} {here}, on rank {other} {before.where} {there}"
-            )
+            there = f"on rank {other} {before.where} {its, before.parts}"
+            assert looks == its and fits, f"ranks do not meet: {event.where} {looks, event.parts}, {there}"
         self.there[key][rank] = looks, event
         return self.there[key].keys()
 
@@ -164,17 +163,15 @@ class Replay:
             key = event.stream, ends, self.counts[rank, event.stream, ends]
             operation.meets.append((key, frozenset(ends), looks))
         self.operations[id(event)] = operation
-        self.streams[rank].setdefault(stream, deque()).append(operation)
+        self.streams[rank][stream].append(operation)
         if not event or event.nccl:
             self.queues[rank].append(operation)
         return operation
 
     def gpu(self, rank):
-        for stream, operations in list(self.streams[rank].items()):
+        for operations in self.streams[rank].values():
             while operations and self.ends(rank, operations[0]):
                 operations.popleft().ended = self.moved = True
-            if not operations:
-                del self.streams[rank][stream]
 
     def ends(self, rank, operation):
         event, queue = operation.event, self.queues[rank]
