@@ -333,27 +333,21 @@ PEERS += r"|distributed\.(fsdp|pipelining|tensor|optim|checkpoint)|utils\.checkp
 HEADINGS = ["Idea", "Memory", "Communication", "Costs", "Run", "Left out"]
 
 
-def toy_block(name):
-    source = (ROOT / f"{name}.py").read_text()
-    return re.search(r"^# ==== toy model.*^# ==== end of the toy model ====$", source, re.S | re.M).group()
-
-
 @every_lesson
 def test_the_toy_block_is_single_pys_to_the_letter(lesson):
-    assert toy_block(lesson.name) == toy_block("single")
-    assert toy_block("single").count("\n") < 130
+    toy = load("tools/form").TOY
+    own, singles = (toy.findall((ROOT / f"{name}.py").read_text()) for name in (lesson.name, "single"))
+    assert own == singles and len(own) == 1 and own[0].count("\n") < 130
 
 
 @every_lesson
 def test_a_lesson_stands_alone_and_borrows_no_peer(lesson):
     tree = ast.parse((ROOT / f"{lesson.name}.py").read_text())
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names = [node.module] if isinstance(node, ast.ImportFrom) else names
-        for name in names:
-            assert name.split(".")[0] in {*sys.stdlib_module_names, "torch", "numpy"}, f"imports {name}"
-        used = ast.unparse(node) if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-        assert not re.search(PEERS, " ".join([*names, used])), f"line {node.lineno} uses a peer: {used}"
+    code = "\n".join(map(ast.unparse, tree.body[1:]))  # without comments and the module's docstring
+    for name in re.findall(r"^ *(?:import|from) (\w+)", code, re.M):
+        assert name in {*sys.stdlib_module_names, "torch", "numpy"}, f"imports {name}"
+    used = re.search(PEERS, code)
+    assert not used, f"uses a peer: {used}"
 
 
 @every_lesson
