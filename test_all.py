@@ -33,6 +33,8 @@ class Lesson:
     variants: tuple = ()
 
 
+EXACT = f"{TINY} --batch 36 --clip 0.5 --lr 0.01 --dtype fp64"
+BAD_FLAGS = ("--batch 7 --accum 2", "--width 50", "--size huge", "--no-such-flag", "extra")
 BUCKETS = ("--no-overlap", "--bucket-cap-mb 0.02")
 SELECTIVE = ("--policy none", "--policy selective")
 AHEAD = ("--prefetch 0", "--prefetch 7", "--no-reshard")
@@ -84,9 +86,6 @@ def oracle(name, flags):
     return train(Path(name).stem if own_model else "single", 1, flags)
 
 
-EXACT = f"{TINY} --batch 36 --clip 0.5 --lr 0.01 --dtype fp64"
-
-
 def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
     """Losses, gradient norms and weights are single.py's."""
     flags = f"{EXACT} {flags}"
@@ -136,14 +135,9 @@ def test_bf16_weights_have_fp32_masters(lesson):
 
 def optimizers_made(name, flags):
     """On a rank: the options of every optimizer that a lesson makes."""
-    lesson = load(name)
-    made = []
-
-    def adamw(params, **options):
-        made.append(options)
-        return torch.optim.AdamW(params, **options)
-
-    lesson.OPTIMIZERS = {"adamw": adamw}
+    lesson, made = load(name), []
+    adamw = torch.optim.AdamW
+    lesson.OPTIMIZERS = {"adamw": lambda params, **more: made.append(more) or adamw(params, **more)}
     lesson.train(lesson.parse(flags.split()))
     return made
 
@@ -239,8 +233,6 @@ def test_numbers_are_the_same_and_bytes_the_formulas_with_flags_of_its_own(name,
 
 # ---- what goes wrong ----
 
-BAD_FLAGS = ("--batch 7 --accum 2", "--width 50", "--size huge", "--no-such-flag", "extra")
-
 
 def end_of(name, flags):
     """On a rank: (exit code, lines on stderr, losses and norms). All ranks but the one that speaks wait."""
@@ -307,9 +299,8 @@ def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
         folder = tmp_path / str(i)
         folder.mkdir()
         name, size, flags, own = draw(chance, folder)
-        more = "--train" if name == "collectives" else ""
         try:
-            steps = steps_of(name, size, f"{more} {flags} {own}")
+            steps = steps_of(name, size, f"{flags} {own}")
             if steps:
                 alone, more = (name, own) if name == "expert_parallel" else ("single", "")
                 expected = steps_of(alone, 1, f"{flags} {more} --ep 1" if more else flags)

@@ -114,9 +114,10 @@ class Replay:
             for rank in range(len(events)):
                 self.host(rank)
                 self.gpu(rank)
+        hosts = {rank: each[0].where if each else "its end" for rank, each in enumerate(self.events)}
         for rank in range(len(events)):
             stays = self.events[rank] or any(self.streams[rank].values())
-            assert not stays, f"ranks wait for one another: {self}"
+            assert not stays, f"ranks wait for one another: {hosts}"
 
     def meet(self, key, rank, looks, event):
         for other, (its, before) in self.there[key].items():
@@ -185,11 +186,6 @@ class Replay:
             for key, _, looks in operation.meets:
                 self.meet(key, rank, looks, event)
         return all(self.there[key].keys() >= ranks for key, ranks, _ in operation.meets)
-
-    def __str__(self):
-        """The line at which each rank's host waits."""
-        lines = [events[0].where if events else "its end" for events in self.events]
-        return ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
 
 
 def replay(path, size, flags, main=None):

@@ -180,7 +180,7 @@ class Gpu(TorchDispatchMode, Rank):
         torch._C._swap_tensor_impl(old, new)
 
     def instead(self):
-        instead = {
+        gpu = {
             "device_count": lambda: 8,
             "default_generators": (),
             "Stream": partial(Stream, self),
@@ -195,18 +195,15 @@ class Gpu(TorchDispatchMode, Rank):
         }
         thread_run = threading.Thread.run
         resize = torch.UntypedStorage.resize_
-        return (
-            Rank.instead(self)
-            | {(torch.pretend, name): new for name, new in instead.items()}
-            | {
-                (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread)),
-                (torch.UntypedStorage, "resize_"): lambda *both: self.resize(*both) or resize(*both),
-                (torch.Tensor, "record_stream"): lambda tensor, stream: self.record(tensor, stream),
-                (torch.nn.functional, "scaled_dot_product_attention"): attention,
-                (torch.utils, "swap_tensors"): self.become,
-                (torch.__future__, "get_swap_module_params_on_conversion"): lambda: True,
-            }
-        )
+        instead = Rank.instead(self) | {(torch.pretend, name): new for name, new in gpu.items()}
+        return instead | {
+            (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread)),
+            (torch.UntypedStorage, "resize_"): lambda *both: self.resize(*both) or resize(*both),
+            (torch.Tensor, "record_stream"): lambda tensor, stream: self.record(tensor, stream),
+            (torch.nn.functional, "scaled_dot_product_attention"): attention,
+            (torch.utils, "swap_tensors"): self.become,
+            (torch.__future__, "get_swap_module_params_on_conversion"): lambda: True,
+        }
 
     @contextmanager
     def world(self):

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from test_all import check_ledger, check_parity
 from tests.harness import ROOT, TINY, apart, holds, load, mutants, on_ranks
@@ -30,7 +29,7 @@ def check_attention(name, scale=1, dtype=torch.float64, limit=1e-12, **how):
     with pytest.raises(ValueError, match="tokens: must be a multiple of 2 x"):
         lesson.shard_sequence(whole[0][:, :, 1:], 2)
     whole = [x.requires_grad_() for x in whole]
-    out = F.scaled_dot_product_attention(*whole, is_causal=is_causal, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=is_causal, enable_gqa=True)
     given = torch.randn(out.shape, generator=generator).to(dtype).double()
     expected = [out, *torch.autograd.grad(out, whole, given)]
     own = [lesson.shard_sequence(x.detach().to(dtype), 2, order).requires_grad_() for x in whole]

@@ -32,6 +32,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "fusion": ("--plain attention loss optimizer",),
     "resume": ("--checkpoint FOLDER/RANK --every 1",),
 }
+ALGORITHMS = "tree_broadcast recursive_doubling_all_reduce halving_doubling_all_reduce pairwise_all_to_all"
 ALONE = ("single", "dp_threads", "dp_async")
 # How often the host waits for the GPU in a step of k microbatches: {(why, where): times}.
 WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
@@ -57,9 +58,6 @@ def together(function, name, rows):
 
 def in_process(function, path, **row):
     pool().submit(function, path, **row).result()
-
-
-# ---- a rank on a pretended GPU ----
 
 
 def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
@@ -100,9 +98,6 @@ def test_a_lesson_runs_on_gpus(name):
     together(on_gpu, name, rows + [(size, 0, 3, flags) for flags in OWN[name]])
 
 
-# ---- all ranks' order ----
-
-
 def in_order(path, size=4, flags="", main=None):
     """All ranks get through a run."""
     with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +105,6 @@ def in_order(path, size=4, flags="", main=None):
         text.write_bytes(bytes(300))  # the same tokens on all ranks, so that all experts are as busy
         shape = f"--data {text} --layers 2 --heads 24 --width 48 --context 48 --vocab 264 --batch 24"
         nccl_order.replay(path, size, f"{shape} --steps 2 {flags}".replace("FOLDER", folder), main)
-
-
-ALGORITHMS = "tree_broadcast recursive_doubling_all_reduce halving_doubling_all_reduce pairwise_all_to_all"
 
 
 def compare(lesson, config):
@@ -147,8 +139,6 @@ def orders(name):
 def test_ranks_meet_in_the_order_that_nccl_needs(name):
     together(in_order, name, orders(name))
 
-
-# ---- mutants: each breaks a rule ----
 
 check_order = partial(in_process, in_order)
 check_gpu = partial(in_process, on_gpu)

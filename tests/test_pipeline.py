@@ -185,7 +185,6 @@ def check_layers(name):
 def check_held_by(name, schedule_name, m=9):
     """What a rank holds is its microbatches in flight; messages are posted ahead, and not without end."""
     torch.manual_seed(0)
-    watching = load("tools/watch")
     lesson = load(name)
     lesson.dist = types.SimpleNamespace(**vars(dist))
     size = dist.get_world_size()
@@ -208,7 +207,7 @@ def check_held_by(name, schedule_name, m=9):
     posted, left = [0], [0]
     lesson.dist.irecv = lambda *args: posted.append(1 + len(pipe.posted)) or dist.irecv(*args)
     lesson.dist.isend = lambda *args: left.append(1 + len(pipe.sent)) or dist.isend(*args)
-    with watching.Watch() as watch:
+    with load("tools/watch").Watch() as watch:
         pipe.step(*torch.randn(2, m, 8, 4))
     unit = 2 * 512 * 8 * 4 * 2 * size / n_stages  # of a stage: what GELU is given and returns
     held, expected = watch.held()["activations"] / unit, in_flight(pipe.actions)
