@@ -143,11 +143,11 @@ class Rank:
         return Launch(name, group, given, made, peer, batch, options, self.where())
 
     def batch(self, messages):
-        works = []
-        for message in messages:
-            peer = {"group_dst" if message.op.__name__ == "isend" else "group_src": message.group_peer}
-            works.append(message.op(message.tensor, group=message.group, batch=messages, **peer))
-        return [Work(self, [launch for work in works for launch in work.launches])]
+        launches = []
+        for op, tensor, group, peer in messages:
+            peer = {"group_dst" if op.__name__ == "isend" else "group_src": peer}
+            launches += op(tensor, group=group, batch=messages, **peer).launches
+        return [Work(self, launches)]
 
     def all_gather_object(self, objects, own, group=None):
         self.objects("all_gather_object", group, None)

@@ -115,9 +115,8 @@ class Replay:
                 self.host(rank)
                 self.gpu(rank)
         hosts = {rank: each[0].where if each else "its end" for rank, each in enumerate(self.events)}
-        for rank in range(len(events)):
-            stays = self.events[rank] or any(self.streams[rank].values())
-            assert not stays, f"ranks wait for one another: {hosts}"
+        stays = any(self.events) or any(any(streams.values()) for streams in self.streams)
+        assert not stays, f"ranks wait for one another: {hosts}"
 
     def meet(self, key, rank, looks, event):
         for other, (its, before) in self.there[key].items():

@@ -50,8 +50,7 @@ def in_flight(actions):
 
 def check_schedules(name):
     lesson = load(name)
-    stem = Path(name).stem
-    for schedule_name, p, m in itertools.product(SCHEDULES[stem], range(1, 6), range(1, 13)):
+    for schedule_name, p, m in itertools.product(SCHEDULES[Path(name).stem], range(1, 6), range(1, 13)):
         if schedule_name == "interleaved" and m % p:
             continue
         chunks = 2 if schedule_name == "interleaved" and p > 1 else 1
