@@ -33,6 +33,8 @@ class Lesson:
     variants: tuple = ()
 
 
+EXACT = f"{TINY} --batch 36 --clip 0.5 --lr 0.01 --dtype fp64"
+BAD_FLAGS = ("--batch 7 --accum 2", "--width 50", "--size huge", "--no-such-flag", "extra")
 BUCKETS = ("--no-overlap", "--bucket-cap-mb 0.02")
 SELECTIVE = ("--policy none", "--policy selective")
 AHEAD = ("--prefetch 0", "--prefetch 7", "--no-reshard")
@@ -85,9 +87,6 @@ def oracle(name, flags):
     return train(Path(name).stem if Path(name).stem in OWN_RUN else "single", 1, flags)
 
 
-EXACT = f"{TINY} --batch 36 --clip 0.5 --lr 0.01 --dtype fp64"
-
-
 def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
     """Losses, gradient norms and weights are single.py's."""
     flags = f"{EXACT} {flags}"
@@ -137,14 +136,9 @@ def test_bf16_weights_have_fp32_masters(lesson):
 
 def optimizers_made(name, flags):
     """On a rank: the options of every optimizer that a lesson makes."""
-    lesson = load(name)
-    made = []
-
-    def adamw(params, **options):
-        made.append(options)
-        return torch.optim.AdamW(params, **options)
-
-    lesson.OPTIMIZERS = {"adamw": adamw}
+    lesson, made = load(name), []
+    adamw = torch.optim.AdamW
+    lesson.OPTIMIZERS = {"adamw": lambda params, **more: made.append(more) or adamw(params, **more)}
     lesson.train(lesson.parse(flags.split()))
     return made
 
@@ -240,8 +234,6 @@ def test_numbers_are_the_same_and_bytes_the_formulas_with_flags_of_its_own(name,
 
 # ---- what goes wrong ----
 
-BAD_FLAGS = ("--batch 7 --accum 2", "--width 50", "--size huge", "--no-such-flag", "extra")
-
 
 def end_of(name, flags):
     """On a rank: (exit code, lines on stderr, losses and norms). All ranks but the one that speaks wait."""
@@ -308,9 +300,8 @@ def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
         folder = tmp_path / str(i)
         folder.mkdir()
         name, size, flags, own = draw(chance, folder)
-        more = "--train" if name == "collectives" else ""
         try:
-            steps = steps_of(name, size, f"{more} {flags} {own}")
+            steps = steps_of(name, size, f"{flags} {own}")
             if steps:
                 alone, more = (name, own) if name in OWN_RUN else ("single", "")
                 more += " --ep 1" * (name == "expert_parallel")
@@ -335,27 +326,21 @@ PEERS += r"|distributed\.(fsdp|pipelining|tensor|optim|checkpoint)|utils\.checkp
 HEADINGS = ["Idea", "Memory", "Communication", "Costs", "Run", "Left out"]
 
 
-def toy_block(name):
-    source = (ROOT / f"{name}.py").read_text()
-    return re.search(r"^# ==== toy model.*^# ==== end of the toy model ====$", source, re.S | re.M).group()
-
-
 @every_lesson
 def test_the_toy_block_is_single_pys_to_the_letter(lesson):
-    assert toy_block(lesson.name) == toy_block("single")
-    assert toy_block("single").count("\n") < 130
+    toy = load("tools/form").TOY
+    own, singles = (toy.findall((ROOT / f"{name}.py").read_text()) for name in (lesson.name, "single"))
+    assert own == singles and len(own) == 1 and own[0].count("\n") < 130
 
 
 @every_lesson
 def test_a_lesson_stands_alone_and_borrows_no_peer(lesson):
     tree = ast.parse((ROOT / f"{lesson.name}.py").read_text())
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names = [node.module] if isinstance(node, ast.ImportFrom) else names
-        for name in names:
-            assert name.split(".")[0] in {*sys.stdlib_module_names, "torch", "numpy"}, f"imports {name}"
-        used = ast.unparse(node) if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-        assert not re.search(PEERS, " ".join([*names, used])), f"line {node.lineno} uses a peer: {used}"
+    code = "\n".join(map(ast.unparse, tree.body[1:]))  # without comments and the module's docstring
+    for name in re.findall(r"^ *(?:import|from) (\w+)", code, re.M):
+        assert name in {*sys.stdlib_module_names, "torch", "numpy"}, f"imports {name}"
+    used = re.search(PEERS, code)
+    assert not used, f"uses a peer: {used}"
 
 
 @every_lesson

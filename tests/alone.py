@@ -1,7 +1,7 @@
 """One rank of a lesson, alone: a world whose other ranks are not there.
 
 Collectives go nowhere, in torch's fake process group, and a thread works as late as it may. What the lesson
-asks for goes to methods of Rank that do nothing here; pretend.py, streams.py and nccl_order.py have others.
+asks for goes to launch(), wait() and objects(), which streams.py and nccl_order.py have, each its own.
 """
 
 import os
@@ -28,7 +28,7 @@ COLLECTIVES += ["reduce", "all_gather_into_tensor", "all_gather_single", "all_to
 COLLECTIVES += ["send", "recv", "isend", "irecv"]
 
 Launch = namedtuple("Launch", "name group given made peer batch options where")
-Message = namedtuple("Message", "op tensor peer group tag group_peer", defaults=[None, None, 0, None])
+Message = namedtuple("Message", "op tensor group group_peer")
 
 
 def tensors_in(tree):
@@ -83,18 +83,14 @@ class Job:
 
 
 class Rank:
-    """A rank of a world whose others are not there. What it does goes to the methods that do nothing here."""
+    """A rank of a world whose others are not there."""
 
     device = "cuda"
 
-    def watch(self, *args):
-        pass
+    def known(self, *_):
+        """What this thread knows to have happened, for learn() of one that it starts, or waits for."""
 
-    launch = watch  # (a Launch that begins)
-    wait = watch  # (a Launch that the current stream waits for)
-    objects = watch  # (name of an object collective, group, device)
-    known = watch  # () What this thread knows to have happened,
-    learn = watch  # (known) and a thread that it starts, or waits for.
+    learn = known
 
     def __init__(self, path, rank, size):
         self.path = str(path)
@@ -147,12 +143,11 @@ class Rank:
         return Launch(name, group, given, made, peer, batch, options, self.where())
 
     def batch(self, messages):
-        works = []
-        for message in messages:
-            end = "dst" if message.op.__name__ == "isend" else "src"
-            peer = {end: message.peer} if message.group_peer is None else {f"group_{end}": message.group_peer}
-            works.append(message.op(message.tensor, group=message.group, batch=messages, **peer))
-        return [Work(self, [launch for work in works for launch in work.launches])]
+        launches = []
+        for op, tensor, group, peer in messages:
+            peer = {"group_dst" if op.__name__ == "isend" else "group_src": peer}
+            launches += op(tensor, group=group, batch=messages, **peer).launches
+        return [Work(self, launches)]
 
     def all_gather_object(self, objects, own, group=None):
         self.objects("all_gather_object", group, None)
@@ -206,12 +201,9 @@ class Rank:
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
-    def load(self, path):
-        return load(path, self.device)
-
     def load_lesson(self):
         """The lesson, with threads that work late, and steps that are counted and not printed."""
-        self.lesson = lesson = self.load(self.path)
+        self.lesson = lesson = load(self.path, self.device)
         lesson.print_step = partial(self.print_step, lesson.print_step)
         if hasattr(lesson, "ThreadPoolExecutor") and not hasattr(lesson, "Server"):
             lesson.ThreadPoolExecutor = partial(LateExecutor, self)

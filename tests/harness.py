@@ -8,7 +8,6 @@ mutants() holds that it fails, for a given reason, on an edited copy of the less
 import atexit
 import functools
 import gc
-import importlib
 import io
 import multiprocessing
 import os
@@ -139,15 +138,10 @@ def train_here(name, flags, watched):
     config = lesson.parse(flags.split())
     if watched:
         return ledger.result_of(lesson, config, *ledger.run(lesson, config))
-    result = {"losses": [], "grad_norms": []}
-
-    def note(config, step, loss, grad_norm, started):
-        result["losses"].append(loss.item())
-        result["grad_norms"].append(grad_norm.item())
-
-    lesson.print_step = note
+    steps = []
+    lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))
     lesson.train(config)
-    return result
+    return {"losses": [loss for loss, _ in steps], "grad_norms": [norm for _, norm in steps]}
 
 
 def crew(name, size, flags):
@@ -202,16 +196,16 @@ def on_ranks(size, timeout=200):
     def decorate(function):
         @functools.wraps(function)
         def check(name, *arguments, size=size, timeout=timeout, **options):
-            here = functools.partial(inner, function.__module__, function.__name__)
-            return world(size).run(functools.partial(here, name, *arguments, **options), timeout=timeout)
+            here = functools.partial(inner, check, name, *arguments, **options)
+            return world(size).run(here, timeout=timeout)
 
         return check
 
     return decorate
 
 
-def inner(module, function, *arguments, **options):
-    return getattr(importlib.import_module(module), function).__wrapped__(*arguments, **options)
+def inner(check, *arguments, **options):
+    return check.__wrapped__(*arguments, **options)
 
 
 def holds(names, *checks):

@@ -102,7 +102,7 @@ class Replay:
     def __init__(self, events, one_queue=False):
         self.events = [deque(each) for each in events]  # of each rank
         self.one_queue = one_queue
-        self.streams = [{} for _ in events]  # {stream: operations that have not ended}
+        self.streams = [defaultdict(deque) for _ in events]  # {stream: operations that have not ended}
         self.queues = [deque() for _ in events]  # operations that have not started
         self.computed = [SimpleNamespace(ended=True) for _ in events]  # the latest computation
         self.operations = {}  # {id of an event: operation}
@@ -114,16 +114,15 @@ class Replay:
             for rank in range(len(events)):
                 self.host(rank)
                 self.gpu(rank)
-        for rank in range(len(events)):
-            assert not self.events[rank] and not self.streams[rank], f"ranks wait for one another: {self}"
+        hosts = {rank: each[0].where if each else "its end" for rank, each in enumerate(self.events)}
+        stays = any(self.events) or any(any(streams.values()) for streams in self.streams)
+        assert not stays, f"ranks wait for one another: {hosts}"
 
     def meet(self, key, rank, looks, event):
         for other, (its, before) in self.there[key].items():
             fits = not looks or event.parts.get(other, ()) == before.parts.get(rank, ())[::-1]
-            here, there = (looks, event.parts), (its, before.parts)
-            assert looks == its and fits, (
-                f"ranks do not meet: {event.where} {here}, on rank {other} {before.where} {there}"
-            )
+            there = f"on rank {other} {before.where} {its, before.parts}"
+            assert looks == its and fits, f"ranks do not meet: {event.where} {looks, event.parts}, {there}"
         self.there[key][rank] = looks, event
         return self.there[key].keys()
 
@@ -164,17 +163,15 @@ class Replay:
             key = event.stream, ends, self.counts[rank, event.stream, ends]
             operation.meets.append((key, frozenset(ends), looks))
         self.operations[id(event)] = operation
-        self.streams[rank].setdefault(stream, deque()).append(operation)
+        self.streams[rank][stream].append(operation)
         if not event or event.nccl:
             self.queues[rank].append(operation)
         return operation
 
     def gpu(self, rank):
-        for stream, operations in list(self.streams[rank].items()):
+        for operations in self.streams[rank].values():
             while operations and self.ends(rank, operations[0]):
                 operations.popleft().ended = self.moved = True
-            if not operations:
-                del self.streams[rank][stream]
 
     def ends(self, rank, operation):
         event, queue = operation.event, self.queues[rank]
@@ -188,11 +185,6 @@ class Replay:
             for key, _, looks in operation.meets:
                 self.meet(key, rank, looks, event)
         return all(self.there[key].keys() >= ranks for key, ranks, _ in operation.meets)
-
-    def __str__(self):
-        """The line at which each rank's host waits."""
-        lines = [events[0].where if events else "its end" for events in self.events]
-        return ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
 
 
 def replay(path, size, flags, main=None):

@@ -2,7 +2,7 @@
 
 It is loaded with "pretend" wherever it says "cuda". Tensors of that device have shapes and storages but no
 data (FakeTensorMode), those of the host are real. A Gpu sees operators, copies and streams, counts how often
-the host waits, and holds what a lesson must not do there.
+the host waits, and holds what a lesson must not do there; streams.py has the rest.
 """
 
 import threading
@@ -13,6 +13,7 @@ from functools import partial, partialmethod
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
+from torch.utils._device import device_decorator
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 from torch.utils._pytree import tree_map_only
 
@@ -20,6 +21,7 @@ from tests.alone import Rank, tensors_in
 
 backend_registration._setup_privateuseone_for_python_backend("pretend")  # before any backward
 torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # torch asks, in whatever test comes later
+torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor() of a GPU is seen as a copy
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
 INDEX = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
@@ -61,9 +63,6 @@ class Gpu(TorchDispatchMode, Rank):
     """A Rank with a GPU, and what a lesson must not do there."""
 
     device = "pretend"
-    follow = Rank.watch  # (a stream that waits for all launched so far on, another)
-    record = Rank.watch  # (tensor, stream that uses its memory, too)
-    resize = Rank.watch  # (storage, size)
 
     def __init__(self, path, rank, size):
         TorchDispatchMode.__init__(self)
@@ -85,16 +84,6 @@ class Gpu(TorchDispatchMode, Rank):
         super().print_step(*args)
         assert not self.broken, self.broken[0]
 
-    # ---- what happens ----
-
-    def operator(self, function, given, made):
-        """Reads what is given; made: new or changed."""
-
-    def copy(self, given, made, waits):
-        """Between host and GPU."""
-        if waits:
-            self.host_waits("copy")
-
     def host_waits(self, why):
         self.waits[self.step, threading.current_thread().name, why, self.where()] += 1
 
@@ -106,8 +95,6 @@ class Gpu(TorchDispatchMode, Rank):
     def objects(self, name, group, device):
         ready = self.backend(group) != "nccl" or self.current_device or device
         self.hold(ready, f"{self.where()}: {name} over NCCL before torch.cuda.set_device")
-
-    # ---- operators ----
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -151,7 +138,7 @@ class Gpu(TorchDispatchMode, Rank):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def note(self, function, args, kwargs, given, results, pinned):
-        """Tell operator() or copy() what the function has read and written."""
+        """Tell operator(), or copy() between host and GPU, what the function reads, and makes or changes."""
         storages = {tensor.untyped_storage() for tensor in given}
         made = [tensor for tensor in results if tensor.untyped_storage() not in storages]
         for tensor in made if pinned else ():
@@ -168,8 +155,6 @@ class Gpu(TorchDispatchMode, Rank):
             self.copy(given, made, not (pinned and values.get("non_blocking")))
         else:
             self.operator(function, given, made)
-
-    # ---- streams ----
 
     def stream(self, device="pretend:0"):
         streams = getattr(self.here, "streams", {})
@@ -195,7 +180,7 @@ class Gpu(TorchDispatchMode, Rank):
         torch._C._swap_tensor_impl(old, new)
 
     def instead(self):
-        instead = {
+        gpu = {
             "device_count": lambda: 8,
             "default_generators": (),
             "Stream": partial(Stream, self),
@@ -209,35 +194,24 @@ class Gpu(TorchDispatchMode, Rank):
             "device": nullcontext,
         }
         thread_run = threading.Thread.run
-        resize_storage = torch.UntypedStorage.resize_
-
-        def resize(storage, size):
-            self.resize(storage, size)
-            return resize_storage(storage, size)
-
-        return (
-            Rank.instead(self)
-            | {(torch.pretend, name): new for name, new in instead.items()}
-            | {
-                (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread)),
-                (torch.UntypedStorage, "resize_"): resize,
-                (torch.Tensor, "record_stream"): lambda tensor, stream: self.record(tensor, stream),
-                (torch.nn.functional, "scaled_dot_product_attention"): attention,
-                (torch.utils, "swap_tensors"): self.become,
-                (torch.__future__, "get_swap_module_params_on_conversion"): lambda: True,
-            }
-        )
+        resize = torch.UntypedStorage.resize_
+        instead = Rank.instead(self) | {(torch.pretend, name): new for name, new in gpu.items()}
+        return instead | {
+            (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread)),
+            (torch.UntypedStorage, "resize_"): lambda *both: self.resize(*both) or resize(*both),
+            (torch.Tensor, "record_stream"): lambda tensor, stream: self.record(tensor, stream),
+            (torch.nn.functional, "scaled_dot_product_attention"): attention,
+            (torch.utils, "swap_tensors"): self.become,
+            (torch.__future__, "get_swap_module_params_on_conversion"): lambda: True,
+        }
 
     @contextmanager
     def world(self):
         """Within it, torch.pretend is this rank's, too."""
-        before = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor() of a GPU is seen as a copy
         try:
             with super().world(), self:
                 yield
         finally:
-            torch._C._set_only_lift_cpu_tensors(before)
             assert not self.broken, self.broken[0]
 
     def load_lesson(self):
@@ -246,7 +220,7 @@ class Gpu(TorchDispatchMode, Rank):
         if hasattr(lesson, "MoE"):
             lesson.MoE.all_gather_counts = partialmethod(even_counts, lesson.MoE.all_gather_counts)
         if hasattr(lesson, "Offload"):  # weights that move between host and GPU
-            lesson.GPT = partial(born_on_gpu, lesson.GPT)
+            lesson.GPT.__init__ = device_decorator(torch.device("pretend:0"), lesson.GPT.__init__)
         return lesson
 
 
@@ -260,8 +234,3 @@ def even_counts(moe, all_gather_counts, chosen):
     counts = all_gather_counts(moe, chosen)
     counts[:] = chosen.numel() // counts.shape[1]
     return counts
-
-
-def born_on_gpu(model, config):
-    with torch.device("pretend:0"):
-        return model(config)

@@ -35,10 +35,7 @@ class Streams(Gpu):
     def learn(self, known):
         self.clocks[self.host()] |= known
 
-    # ---- what happens ----
-
     def operator(self, function, given, made):
-        super().operator(function, given, made)
         streams = dict.fromkeys(self.stream(tensor.device) for tensor in (*made, *given) if on_gpu(tensor))
         first, *others = streams or [self.host()]
         for other in others if function in COPIES else ():  # another GPU: each waits for the other
@@ -50,7 +47,8 @@ class Streams(Gpu):
     def copy(self, given, made, waits):
         tensors = [tensor for tensor in (*made, *given) if on_gpu(tensor)]
         self.do(self.stream(tensors[0].device), given, made)
-        super().copy(given, made, waits)
+        if waits:
+            self.host_waits("copy")
 
     def host_waits(self, why):
         super().host_waits(why)
@@ -89,8 +87,6 @@ class Streams(Gpu):
         elif not storage.nbytes():
             self.forget(id(storage))
             self.uses_of(storage)
-
-    # ---- who uses what ----
 
     def do(self, who, reads, writes):
         """The next operation of somebody."""

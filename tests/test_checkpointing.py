@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness import TINY, error_of, holds, load, mutants, on_ranks, world
 
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "unfused": SDPBackend.MATH}
+
 
 def ways(lesson):
     if hasattr(lesson, "Partitioned"):
@@ -95,9 +97,6 @@ def check_misuse(name):
         y = call(lambda x, f=function, runs=runs: f(x, next(runs)), torch.randn(4, 4, requires_grad=True))
         said = error_of(y.backward)
         assert expected in said, f"{said!r}, not {expected!r}"
-
-
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "unfused": SDPBackend.MATH}
 
 
 def run_of(name, flags, kernel="flash", checkpoint=None):

@@ -13,6 +13,7 @@ from tests.harness import TINY, apart, holds, load, mutants, on_ranks, said, tra
 
 EXPERTS = 12
 CAPPED = "--capacity-factor 0.9 --experts 16 --top-k 1"
+BALANCED = ("--layers 3 --balance bias", f"{TINY} --lr 0.003 --capacity-factor 1 --balance 1")
 
 
 def mixture(weights, x, top_k, capacity_factor=math.inf):
@@ -125,9 +126,7 @@ def printed(name, flags):
     return re.findall(r"loss (\S+)", out), [[eval(x) for x in row] for row in rows]
 
 
-@pytest.mark.parametrize(
-    "flags", ["--layers 3 --balance bias", f"{TINY} --lr 0.003 --capacity-factor 1 --balance 1"]
-)
+@pytest.mark.parametrize("flags", BALANCED)
 def test_after_60_steps_maxvio_is_at_most_a_third_and_fewer_tokens_are_dropped(flags):
     runs = [f"{flags} --steps 60", f"{flags} --steps 60 --balance 0"]
     runs = [world(1).run(printed, "expert_parallel", each)[0][1] for each in runs]

@@ -52,10 +52,7 @@ def run_command(path, arguments):
         return said(lambda: runpy.run_path(path, run_name="__main__"))
 
 
-ROWS = [(path, *row) for path in BAD for row in BAD[path].items()]
-
-
-@pytest.mark.parametrize("path, arguments, named", ROWS)
+@pytest.mark.parametrize("path, arguments, named", [(p, *row) for p in BAD for row in BAD[p].items()])
 def test_bad_input_ends_in_one_line_and_exit_code_2(path, arguments, named):
     out, lines, code = world(1).run(run_command, path, arguments)[0]
     assert (out, code, len(lines)) == ("", 2, 1), (out[:80], code, lines)

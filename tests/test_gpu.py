@@ -20,7 +20,7 @@ def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name="zero3"):
     peers = SimpleNamespace(ALONE="", peers_of=lambda _: {})
     seen = patch("torch.tensor", lambda x, device="cpu", **more: tensor(x, **more).to(device))  # as operators
     with gpu.world(), seen, patch("contextlib.redirect_stdout"), patch.dict(sys.modules, peers=peers):
-        ledger, bench = gpu.load(ROOT / "tools/ledger.py"), gpu.load(ROOT / "bench/bench.py")
+        ledger, bench = load("tools/ledger", gpu.device), load("bench/bench", gpu.device)
         lesson, bench.load = gpu.load_lesson(), lambda name: gpu.load_lesson()
         config = lesson.parse(flags)
         assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"

@@ -32,6 +32,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "fusion": ("--plain attention loss optimizer",),
     "resume": ("--checkpoint FOLDER/RANK --every 1",),
 }
+ALGORITHMS = "tree_broadcast recursive_doubling_all_reduce halving_doubling_all_reduce pairwise_all_to_all"
 ALONE = ("single", "dp_threads", "dp_async")
 # How often the host waits for the GPU in a step of k microbatches: {(why, where): times}.
 WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
@@ -55,10 +56,12 @@ def together(function, name, rows):
         future.result()
 
 
-# ---- a rank on a pretended GPU ----
+def in_process(function, path, **row):
+    pool().submit(function, path, **row).result()
 
 
-def on_gpu(path, size, rank, accum, flags, main=None):
+def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
+    """A rank keeps what pretend.py and streams.py hold."""
     name = Path(path).stem
     with tempfile.TemporaryDirectory() as folder:
         save = "" if name == "offload" else f"--save {folder}/weights.pt"
@@ -79,11 +82,6 @@ def on_gpu(path, size, rank, accum, flags, main=None):
     assert waits == expected or main, f"the host waits {waits}, not {expected}"
 
 
-def check_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
-    """A rank keeps what pretend.py and streams.py hold."""
-    pool().submit(on_gpu, path, size, rank, accum, flags, main).result()
-
-
 def no_grad(lesson, config):
     """A checkpoint's memory is free while the checkpoint is still being written."""
     device, _ = lesson.set_up(config)
@@ -100,23 +98,13 @@ def test_a_lesson_runs_on_gpus(name):
     together(on_gpu, name, rows + [(size, 0, 3, flags) for flags in OWN[name]])
 
 
-# ---- all ranks' order ----
-
-
-def in_order(path, size, flags, main=None):
+def in_order(path, size=4, flags="", main=None):
+    """All ranks get through a run."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text")
         text.write_bytes(bytes(300))  # the same tokens on all ranks, so that all experts are as busy
         shape = f"--data {text} --layers 2 --heads 24 --width 48 --context 48 --vocab 264 --batch 24"
         nccl_order.replay(path, size, f"{shape} --steps 2 {flags}".replace("FOLDER", folder), main)
-
-
-def check_order(path, size=4, flags="", main=None):
-    """All ranks get through a run."""
-    pool().submit(in_order, path, size, flags, main).result()
-
-
-ALGORITHMS = "tree_broadcast recursive_doubling_all_reduce halving_doubling_all_reduce pairwise_all_to_all"
 
 
 def compare(lesson, config):
@@ -152,8 +140,9 @@ def test_ranks_meet_in_the_order_that_nccl_needs(name):
     together(in_order, name, orders(name))
 
 
-# ---- mutants: each breaks a rule ----
-
+check_order = partial(in_process, in_order)
+check_gpu = partial(in_process, on_gpu)
+check_dropped = partial(check_gpu, main=no_grad)
 SET_DEVICE = "    torch.cuda.set_device(device if gpus else -1)  # -1: none\n"
 HOST, WAITS_IN, NO_DEVICE = "of the host", "the host waits", "over NCCL before torch.cuda.set_device"
 USES, FREES = "uses what a collective still", "empties what a collective still uses"
@@ -161,7 +150,6 @@ TAKES, LATE = "takes memory that another stream still uses", "uses what another 
 LAUNCHES = "launches a collective on what another stream has not finished"
 BESIDE = "with self.side_stream():  # shard is allocated there: its memory is not reused before the copy\n"
 EMPTY = "shard = torch.empty_like(part, **self.shard_options)\n"
-check_dropped = partial(check_gpu, main=no_grad)
 EARLY = ("zero_r", f"{BESIDE}{' ' * 12}{EMPTY}", f"{EMPTY}{' ' * 8}{BESIDE}", check_dropped, TAKES)
 FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n            self.reduce_work.wait()"
 ON_GPU = [

@@ -50,8 +50,7 @@ def in_flight(actions):
 
 def check_schedules(name):
     lesson = load(name)
-    stem = Path(name).stem
-    for schedule_name, p, m in itertools.product(SCHEDULES[stem], range(1, 6), range(1, 13)):
+    for schedule_name, p, m in itertools.product(SCHEDULES[Path(name).stem], range(1, 6), range(1, 13)):
         if schedule_name == "interleaved" and m % p:
             continue
         chunks = 2 if schedule_name == "interleaved" and p > 1 else 1
@@ -144,10 +143,8 @@ def train_layers(name, schedule_name, ends, frozen):
     layers = [tied, Twice(shared), Twice(shared), nn.Linear(6, 6), Twice(shared), tied]
     layers[1].idle = layers[3]  # a tied layer, of which one rank has no gradient
     layers = nn.ModuleList(layers).double()
-    for param in itertools.chain(*(layer.parameters() for layer in layers[1:frozen])):
-        param.requires_grad_(False)
-    if frozen:
-        tied.requires_grad_(False)
+    for layer in layers[:frozen]:
+        layer.requires_grad_(False)
     shared.eval()
     plain = copy.deepcopy(layers)
     with torch.no_grad():
@@ -161,15 +158,10 @@ def train_layers(name, schedule_name, ends, frozen):
     optimizers = [torch.optim.SGD(list(each.parameters()), lr=0.1, momentum=0.9) for each in (pipe, plain)]
     for _ in range(3):
         inputs, targets = torch.randn(2, 4, 3, 6, dtype=torch.float64)
-        loss = 0
-        for x, target in zip(inputs, targets):
-            for layer in plain:
-                x = layer(x)
-            microloss = F.mse_loss(x, target) / 4
-            microloss.backward()
-            loss += microloss.item()
+        loss = F.mse_loss(nn.Sequential(*plain)(inputs.flatten(0, 1)), targets.flatten(0, 1))
+        loss.backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        assert abs(pipe.step(inputs, targets).item() - loss) < 1e-12, "losses differ"
+        assert abs(pipe.step(inputs, targets).item() - loss.item()) < 1e-12, "losses differ"
         assert abs(pipe.clip_grad_norm_(0.1) - norm) < 1e-12, "gradient norms differ"
         for optimizer in optimizers:
             optimizer.step()
@@ -180,12 +172,10 @@ def train_layers(name, schedule_name, ends, frozen):
     assert apart(layers.state_dict(), plain.state_dict()) < 1e-9, "weights differ"
 
 
-CASES = [("1f1b", [2, 6], 0), ("interleaved", [1, 2, 4, 6], 0), ("zb-h2", [2, 6], 0)]
-CASES += [("1f1b", [3, 6], 3)]  # all of the first stage is frozen
-
-
 def check_layers(name):
-    for schedule, ends, frozen in CASES:
+    cases = [("1f1b", [2, 6], 0), ("interleaved", [1, 2, 4, 6], 0), ("zb-h2", [2, 6], 0)]
+    cases += [("1f1b", [3, 6], 3)]  # all of the first stage is frozen
+    for schedule, ends, frozen in cases:
         if schedule in SCHEDULES[Path(name).stem]:
             train_layers(name, schedule, ends, frozen)
 
@@ -194,7 +184,6 @@ def check_layers(name):
 def check_held_by(name, schedule_name, m=9):
     """What a rank holds is its microbatches in flight; messages are posted ahead, and not without end."""
     torch.manual_seed(0)
-    watching = load("tools/watch")
     lesson = load(name)
     lesson.dist = types.SimpleNamespace(**vars(dist))
     size = dist.get_world_size()
@@ -217,7 +206,7 @@ def check_held_by(name, schedule_name, m=9):
     posted, left = [0], [0]
     lesson.dist.irecv = lambda *args: posted.append(1 + len(pipe.posted)) or dist.irecv(*args)
     lesson.dist.isend = lambda *args: left.append(1 + len(pipe.sent)) or dist.isend(*args)
-    with watching.Watch() as watch:
+    with load("tools/watch").Watch() as watch:
         pipe.step(*torch.randn(2, m, 8, 4))
     unit = 2 * 512 * 8 * 4 * 2 * size / n_stages  # of a stage: what GELU is given and returns
     held, expected = watch.held()["activations"] / unit, in_flight(pipe.actions)

@@ -43,20 +43,18 @@ def check_goes_on(name, folder, size=2, flags="", oracle=("single", 1), most=1e-
     assert apart(own, weights) <= most, "weights differ"
 
 
-def check_resume(name, saved_on=3, sizes=(2,)):
+def check_resume(name, saved_on=3, sizes=(2,), flags="", **how):
     with TemporaryDirectory() as folder:
-        save(folder, saved_on, name)
+        save(folder, saved_on, name, flags)
         Path(f"{folder}/draft-00000009").mkdir()  # of a killed run
         for size in sizes:
-            check_goes_on(name, folder, size)
+            check_goes_on(name, folder, size, flags, **how)
             check_kept(folder, 2, 3)
 
 
 def check_bits(name):
     """In bf16, of which the weights are not all that is saved, on as many ranks: the same bits."""
-    with TemporaryDirectory() as folder:
-        save(folder, 3, name, "--dtype bf16")
-        check_goes_on(name, folder, 3, "--dtype bf16", oracle=(name, 3), most=0)
+    check_resume(name, sizes=(3,), flags="--dtype bf16", oracle=(name, 3), most=0)
 
 
 def newest_of(folder):

@@ -189,8 +189,7 @@ def test_a_layer_keeps_and_sends_what_the_papers_say(name, t):
         assert two - one == 4 * 1024 * 4096 * times, f"other {what}"
 
 
-CHECKS = [partial(check_layers, size=size) for size in (1, 2, 3, 4)]
-CHECKS += [partial(check_net, size=size) for size in (1, 2, 3, 4)]
+CHECKS = [partial(check, size=size) for check in (check_layers, check_net) for size in (1, 2, 3, 4)]
 test_each_promise_is_kept = holds(BOTH, *CHECKS, check_order, check_said)
 MUTANTS = [
     ("F.linear(x, linear.weight)", "F.linear(x, linear.weight, linear.bias)", check_layers, "row: not"),
