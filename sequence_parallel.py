@@ -164,7 +164,7 @@ class SequenceParallel:
             for name, layer in module.named_modules():
                 if fnmatch(name, pattern):
                     if type(layer) not in (nn.Linear, nn.Embedding):
-                        raise TypeError(f"{name} is no nn.Linear or nn.Embedding: leave it out of the plan")
+                        raise TypeError(f"{name} is neither Linear nor Embedding: leave it out of the plan")
                     layer.forward = partial(forward, layer)
                     for param in layer.parameters():
                         if dim < param.dim():  # a row-parallel layer's bias stays whole

@@ -5,28 +5,18 @@ import random
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
+import pytest
+
 from tests.harness import FORK, load, said
 
-HANGS = (
-    "dist.all_reduce(squares, group=self.group)",
-    "None if dist.get_rank() else dist.all_reduce(squares)",
-)
+HANGS = ("dist.all_reduce(squares, group=self.group)", "dist.get_rank() or dist.all_reduce(squares)")
+PARITY = "assert round(run(2)['losses'][-1] - plain()['losses'][-1], 6) == 0"
 
 
-def fresh(function):
-    """A test that runs in a process of its own, which may fork: it has no threads."""
-
-    def test(tmp_path):
-        with ProcessPoolExecutor(1, FORK) as pool:
-            pool.submit(run_here, function.__name__, tmp_path).result()
-
-    return test
-
-
-def run_here(name, folder):
+def run_here(check, folder):
     learn = load("learn")
     learn.EXERCISES = folder
-    globals()[name](learn, folder)
+    check(learn, folder)
 
 
 def broken(learn, path, lesson, text):
@@ -90,9 +80,10 @@ def check_answers(learn, folder):
         assert found[0] is None and expected in (found[1], None), (check, found)
 
 
-PARITY = "assert round(run(2)['losses'][-1] - plain()['losses'][-1], 6) == 0"
-test_an_exercise_fails_when_empty_and_holds_when_done = fresh(check_exercises)
-test_a_bug_shows_what_is_told = fresh(check_bugs)
-test_who_cheats_or_hangs_is_told = fresh(check_cheats)
-test_files_are_kept_and_attempts_counted = fresh(check_files)
-test_predictions_are_the_ledgers_and_mutants_are_caught = fresh(check_answers)
+CHECKS = (check_exercises, check_bugs, check_cheats, check_files, check_answers)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_learning(check, tmp_path):
+    with ProcessPoolExecutor(1, FORK) as pool:  # a process that may fork: it has no threads
+        pool.submit(run_here, check, tmp_path).result()

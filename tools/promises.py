@@ -196,26 +196,21 @@ def differ_in(found, expected):
     return None
 
 
-def rows_of(tree, call):
-    """The rows of a call of mutants(), each a list of strings (None: something else)."""
-    tables = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            tables[node.targets[0].id] = getattr(node.value, "elts", [])
-    rows = tables.get(getattr(call.args[0], "id", None), [])
-    names = [call.args[1].value] if call.args[1:] else []
-    return [names + [getattr(part, "value", None) for part in row.elts] for row in rows]
-
-
 def find_mutants():
-    """{key: (lesson, old, new)} of the lessons' mutants in the tests."""
+    """{key: (lesson, old, new)} of the lessons' mutants, the rows of calls of mutants() in the tests."""
     found = {}
     for file in sorted((ROOT / "tests").glob("test_*.py")):
-        tree = ast.parse(file.read_text())
-        for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "mutants":
-                for lessons, old, new, *_ in rows_of(tree, call):
-                    for lesson in lessons.split() if old and new else []:
+        tables = {}  # {name: the list that it is at this line}
+        for node in ast.parse(file.read_text()).body:
+            if not isinstance(node, ast.Assign):
+                continue
+            tables[getattr(node.targets[0], "id", "")] = getattr(node.value, "elts", [])
+            if getattr(getattr(node.value, "func", None), "id", "") == "mutants":
+                table, *names = node.value.args
+                for row in tables.get(getattr(table, "id", ""), []):
+                    texts = [getattr(part, "value", None) for part in (*names, *getattr(row, "elts", []))]
+                    lessons, old, new, *_ = (*texts, None, None, None)
+                    for lesson in (lessons or "").split() if old and new else []:
                         key = f"{lesson} {zlib.crc32(f'{old} {new}'.encode()):08x}"
                         found[key] = lesson, old, new
     return found
