@@ -108,7 +108,7 @@ class HSDP(nn.Module):
         unit.wait_for_unshard()
 
     def _pre_forward(self, unit, *_):
-        if not unit.in_backward:  # else activation checkpointing recomputes
+        if not unit.in_backward:  # in it, activation checkpointing recomputes
             self._unshard_from(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
@@ -159,7 +159,7 @@ class HSDP(nn.Module):
         """The plain module's state_dict on rank 0's CPU; {} elsewhere. All ranks must call it."""
         state_dict = {}
         for unit in self.units:
-            unit.reshard()  # it may be whole and old
+            unit.reshard()  # it may be whole and stale
             unit.unshard()
             unit.wait_for_unshard()
             if dist.get_rank() == 0:
@@ -240,7 +240,7 @@ class Unit:
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there all-to-all, summed later.)"""
+        """Start to reduce-scatter flat_grad. (gloo's sends twice as much: there all-to-all, then a sum.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
@@ -256,7 +256,7 @@ class Unit:
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
             for gradient in self.received.view(-1, len(self.part)):
-                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # for we want the ranks' mean
+                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # the ranks' mean
             self.flat_grad.untyped_storage().resize_(0)  # freed
             self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
             if syncing:

@@ -190,8 +190,7 @@ class Unit:
                     submodule.register_buffer(name, weight_of[param])
                     self.slots.append((submodule, name, weight_of[param]))
         self.pending = set(self.weights)  # gradients not ready yet
-        self.reduce_work = None
-        self.all_gather_work = None
+        self.all_gather_work = self.reduce_work = None
         self.unreduced = False  # whether flat_grad has gradients still to be reduced
         self.reshard()
 
@@ -232,7 +231,7 @@ class Unit:
         weight.grad = None
 
     def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's is an all-reduce: there all-to-all, summed later.)"""
+        """Start to reduce-scatter flat_grad. (gloo's sends twice as much: there all-to-all, then a sum.)"""
         self.unreduced = False
         gloo = dist.get_backend(self.group) == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
