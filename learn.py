@@ -86,6 +86,12 @@ def refuse(problem):
     sys.exit(2)
 
 
+def say(text):
+    """Print text in lines of at most 100 columns."""
+    for line in text.splitlines():
+        print(textwrap.fill(line, 100, subsequent_indent="     ", break_long_words=False))
+
+
 def read_path():
     """[name, what is missing, minutes, hint] of each exercise, from easy to hard."""
     rows = []
@@ -199,10 +205,10 @@ def write(name, again):
         refuse(f"exercises/{name}.py: exists; --again writes it anew")
     EXERCISES.mkdir(exist_ok=True)
     path.write_text(text)
-    print(f"{words}\nEdit exercises/{name}.py, then: python learn.py check {name}")
+    say(f"{words}\nEdit exercises/{name}.py, then: python learn.py check {name}")
     if not name.startswith("catch"):
         run_it = f"python -m torch.distributed.run --nproc_per_node=2 exercises/{name}.py --steps 3"
-        print(f"To see what it prints, which check does not show: {run_it}")
+        say(f"To see what it prints, which check does not show: {run_it}")
 
 
 def show(name):
@@ -210,7 +216,7 @@ def show(name):
     for exercise, what, minutes, hint in read_path():
         if name == exercise:
             lesson, source = lesson_of(name)
-            print(f"You miss {minutes} minutes of thinking about: {hint}. From {lesson}.py:")
+            say(f"You miss {minutes} minutes of thinking about: {hint}. From {lesson}.py:")
             for first, last, _ in missing_in(source, what):
                 print()
                 for number in range(first, last):
@@ -251,7 +257,7 @@ def check(name):
     for promise, problem in promised(str(path), lesson):
         print(f"{'no: ' if problem else 'yes:'} {promise}")
         if problem:
-            print(textwrap.fill(problem, 90, initial_indent="     ", subsequent_indent="     "))
+            say(f"     {problem}")
             break
     diff = difflib.ndiff(before.splitlines(), path.read_text().splitlines())
     changed = sum(line[0] in "+-" for line in diff)
@@ -295,7 +301,7 @@ def ask(question, letters):
         if re.fullmatch(r"[\w.,+*/() -]{1,80}", answer) and "**" not in answer:
             with suppress(SyntaxError, TypeError, NameError, ZeroDivisionError):
                 return ledger.evaluate(answer, letters)
-        print(f"  cannot read {answer!r}: a number of bytes, such as 560640, or a formula, such as 8P/N")
+        say(f"  cannot read {answer!r}: a number of bytes, such as 560640, or a formula, such as 8P/N")
 
 
 def predict(lesson):
@@ -307,10 +313,10 @@ def predict(lesson):
     shape = f"--width {dice.choice((24, 48, 96))} --layers {dice.choice((2, 4, 6))}"
     found = run(str(ROOT / f"{lesson}.py"), lesson, size, shape)
     letters = found["letters"]
-    print(
+    say(
         f"How many bytes does {lesson}.py hold, and send in a step, with {shape}, on {size} rank(s)? In fp64."
     )
-    print("A number, or a formula in " + " ".join(f"{key}={letters[key]:g}" for key in sorted(letters)))
+    say("A number, or a formula in " + " ".join(f"{key}={letters[key]:g}" for key in sorted(letters)))
     right = True
     for part, column in (("held", "measured"), ("sent", "wire")):
         for name in sorted(found["formulas"].keys() & found[part].keys()):
@@ -319,7 +325,7 @@ def predict(lesson):
             answer = ask(f"{name}, {part}", letters)
             close = any(abs(answer - row[key]) <= 0.01 * row[key] for key in (column, "formula"))
             term = re.sub(r"\b[A-Za-z]\b", lambda match: f"{letters[match[0]]:g}", ledger.spelled(formula))
-            print("  right" if close else f"  no: {row[column]:.0f} were measured; {formula}\n  {term}")
+            say("  right" if close else f"  no: {row[column]:.0f} were measured; {formula}\n  {term}")
             right &= close
     add_attempt(f"predict {lesson}", right)
 
@@ -335,7 +341,7 @@ def list_path():
     known = [lesson for lesson, _, _ in bugs()]
     print(f"Bugs: {found} of {len(known)} found. python learn.py bug N, then check bugN. N from")
     first = {lesson: known.index(lesson) + 1 for lesson in known}
-    print(textwrap.fill(", ".join(f"{number} {lesson}" for lesson, number in first.items()), 100))
+    say(", ".join(f"{number} {lesson}" for lesson, number in first.items()))
 
 
 def main():
