@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import ledger
-from promises import ROOT, SIZES, SYMPTOMS, find_mutants, promises, run
+from promises import ROOT, SIZES, SYMPTOMS, find_mutants, plain_of, promises, run
 
 EXERCISES = ROOT / "exercises"
 # name: a lesson, or a part of it | missing: bodies, or the line with this piece | minutes | hint
@@ -275,15 +275,13 @@ def catch_promises(path, _):
     checker = ledger.load(path)
     lesson, mutants = hidden_mutants(int(Path(path).stem.removeprefix("catch")))
     _, source = lesson_of(lesson)
-    name = lesson if lesson == "expert_parallel" else "single"
-    plain = str(ROOT / f"{name}.py"), name
     with tempfile.TemporaryDirectory() as folder:
         for i, text in enumerate([source, *mutants]):
             file = Path(folder, f"{lesson}-{i}.py")
             file.write_text(text)
             failed = None
             try:
-                checker.check(partial(run, str(file), lesson), partial(run, *plain, 1))
+                checker.check(partial(run, str(file), lesson), partial(run, *plain_of(lesson), 1))
             except Exception as error:
                 line = traceback.extract_tb(error.__traceback__)[-1]
                 failed = f"{type(error).__name__} {error} in line {line.lineno}: {line.line}"

@@ -30,8 +30,10 @@ def check_exercises(learn, folder):
         lesson, text, _ = learn.made(name)
         promise, how = broken(learn, folder / f"{name}.py", lesson, text)
         assert f"NotImplementedError: {hint}" in how, f"{name}, without {what}: {promise}: {how}"
-    for lesson in ("zero1", "dp_async"):
-        assert broken(learn, folder / "done.py", *learn.lesson_of(lesson)) == ("", "")
+    lessons = {name.split("-")[0] for name, *_ in learn.read_path()}
+    with mock.patch.dict(learn.SIZES, dict.fromkeys(lessons - {"single"}, (2,))):
+        for lesson in lessons:
+            assert not any(how for _, how in learn.promises(f"{learn.ROOT}/{lesson}.py", lesson)), lesson
 
 
 def check_bugs(learn, folder):
@@ -40,7 +42,7 @@ def check_bugs(learn, folder):
     for number in random.Random(len(known)).sample(range(len(known)), 2):
         lesson, text, symptom = known[number]
         promise, how = broken(learn, folder / f"bug{number}.py", lesson, text)
-        assert promise in symptom[-1] and (how in symptom[-1] or "rank" in how), (symptom, promise, how)
+        assert promise in symptom[-1], (symptom, promise, how)  # numbers may be of memory never written
 
 
 def check_cheats(learn, folder):

@@ -149,14 +149,19 @@ def run(path, lesson, size=1, flags=""):
         return results[0] | {"weights": torch.load(f"{folder}/weights")}
 
 
+def plain_of(lesson):
+    """(path, lesson) of the plain loop: single.py; of another model or optimizer the lesson, on one rank."""
+    name = lesson if lesson in ("expert_parallel", "muon") else "single"
+    return str(ROOT / f"{name}.py"), name
+
+
 def promises(path, lesson):
     """Yield (a promise, how a lesson's file breaks it or None), easy ones first; stop at one."""
-    plain = lesson if lesson == "expert_parallel" else "single"  # which has a model of its own
     sizes = SIZES.get(lesson, (1, 2, 3, 4))
     last = min(2, sizes[-1]), "--accum 3"
     for size, flags in [*((size, "") for size in sizes), last]:
         where = f"{size} rank{'s' * (size > 1)}{', 3 microbatches' * bool(flags)}"
-        expected = run(str(ROOT / f"{plain}.py"), plain, 1, flags)
+        expected = run(*plain_of(lesson), 1, flags)
         found = run(path, lesson, size, flags)
         yield f"{where}: it runs", found.get("error")
         norms = differ("gradient norm", found["grad_norms"], expected["grad_norms"])
