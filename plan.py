@@ -12,6 +12,7 @@ Memory
     gradients     2P      4P               / N      / N
     optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
     With --shard F each F ranks share a copy, by ZeRO-3: / F (hsdp.py).
+    With --inner-steps, DiLoCo's ranks hold 26P, in fp32 24P: outer weights and momentum, gradients in fp32.
     With --optimizer muon (muon.py: DP, ZeRO-1) 4 less for each of 12Lh^2 parameters in matrices: one moment.
     Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
     with dropout's masks; with flash attention none keeps what selective does:
@@ -27,6 +28,7 @@ Communication
     DP, ZeRO-1    2wP(N-1)/N       an all-reduce, or its halves (arXiv 1910.02054, section 7)
     ZeRO-2        (1+k)wP(N-1)/N   a reduce-scatter for each microbatch, an all-gather
     ZeRO-3        3kwP(N-1)/N      two all-gathers and a reduce-scatter for each (FSDP, arXiv 2304.11277)
+    DiLoCo        8P(N-1)/(NH)     in the mean: fp32 weights, once in --inner-steps H (2311.08105)
     HSDP          3kwP(F-1)/F      those within --shard F ranks (2304.11277, 3.2.2), and once in a step
                   + 2w(P/F)(N-F)/N an all-reduce of shards, across hosts if F are the GPUs of one
     tensor        8wbsh(t-1)/t     a layer and microbatch; 4 more with full, which runs forward again, 2 more
@@ -178,6 +180,12 @@ def offloaded(shape, ranks, with_params=False):
     return 2 * (on_device + gradients), 20 * model // ranks
 
 
+def local_steps(params, ranks, inner_steps, precision="mixed"):
+    """(bytes held, bytes sent per step in the mean) on a rank of diloco.py, which exchanges fp32 numbers."""
+    held = 24 + 2 * (precision == "mixed")  # weights, outer ones, gradients, two moments, an outer one
+    return held * params, wire(0, params, ranks, 1, 4) // inner_steps
+
+
 def whole_model(shape):
     return parameters(shape.layers, shape.hidden, shape.vocab, shape.seq)
 
@@ -320,6 +328,9 @@ def show(jobs, tables, advice):
     if job.shard:
         sent = hybrid_wire(job.params, job.gpus, job.shard, job.accum, BYTES[job.precision][0])
         print("HSDP {}: {} GB sent/step among its GPUs, {} GB to others".format(job.shard, *map(giga, sent)))
+    if job.inner_steps > 1:
+        sizes = map(giga, local_steps(job.params, job.gpus, job.inner_steps, job.precision))
+        print("diloco.py: {} GB and activations on a GPU, {} GB sent/step in the mean".format(*sizes))
     if job.experts > 1:
         print(with_experts(job))
     if job.shape:
@@ -373,6 +384,7 @@ def parse(arguments=None):
         help="math stores scores; fused few logits (fusion.py)",
     )
     add("--optimizer", default="adamw", choices=("adamw", "muon"), help="muon: of the matrices (muon.py)")
+    add("--inner-steps", type=int, default=1, help="from an exchange to the next (diloco.py)")
     add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
     add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
     add("--cp", type=int, default=1, help="ranks that share each sequence (context_parallel.py)")

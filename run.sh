@@ -13,8 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 # In reading order.
-LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 hsdp muon offload tensor_parallel
-    sequence_parallel context_parallel expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion resume)
+LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 hsdp muon diloco offload
+    tensor_parallel sequence_parallel context_parallel expert_parallel pipeline zero_bubble parallel_3d checkpointing zero_r fusion resume)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
@@ -74,6 +74,7 @@ done
 flags=(--batch $((4 * ranks)) --steps 10 ${FLAGS:-}) # the same text, batches and steps for all
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 torchrun="$python -m torch.distributed.run --nproc_per_node"
+as_ddp="--optim sgd --clip inf"
 rm -rf runs
 mkdir -p runs
 
@@ -97,6 +98,10 @@ run_all() { # and say the name of each as it ends
         expert_parallel | muon) # which train another model, or otherwise
             run "$lesson-alone" "$python" "$watched"
             run "$lesson" "$torchrun=$ranks" "$watched"
+            ;;
+        diloco) # which is ddp.py with these flags alone
+            run "$lesson-alone" "$python" tools/ledger.py single.py $as_ddp
+            run "$lesson" "$torchrun=$ranks" "$watched" --inner-steps 1 --outer-lr 1 $as_ddp
             ;;
         resume) # which stops after 5 steps and goes on with half the ranks
             saves="--checkpoint runs/checkpoints --every 5"

@@ -38,6 +38,7 @@ BAD_FLAGS = ("--batch 7 --accum 2", "--width 50", "--size huge", "--no-such-flag
 BUCKETS = ("--no-overlap", "--bucket-cap-mb 0.02")
 SELECTIVE = ("--policy none", "--policy selective")
 AHEAD = ("--prefetch 0", "--prefetch 7", "--no-reshard")
+AS_DDP = "--optim sgd --clip inf"
 BAD_SPLITS = ("--heads 9", "--context 15")
 BAD_RINGS = ("--cp 3", "--context 15", "--order zigzag --kind ulysses")
 BAD_STAGES = ("--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")
@@ -53,6 +54,7 @@ LESSONS = [
     Lesson("zero3", variants=AHEAD),
     Lesson("hsdp", bad_flags=("--shard 3",), variants=("--shard 1", *AHEAD[:2])),
     Lesson("muon", bad_flags=("--adjust-lr-fn none",), variants=("--gather",)),
+    Lesson("diloco", bad_flags=("--fragments 2",), flags=AS_DDP),
     Lesson("offload", bad_flags=("--device-mb 0.1",)),
     Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257 --batch 9"),
     Lesson("sequence_parallel", bad_flags=BAD_SPLITS, flags="--vocab 257 --context 12 --batch 9"),
@@ -93,7 +95,8 @@ def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
     plain, weights = oracle(name, flags)
     result, own = train(name, size, f"{flags} {own_flags}".strip(), watched)
     assert apart(result["losses"], plain["losses"]) < 1e-10, "losses differ"
-    assert apart(result["grad_norms"], plain["grad_norms"]) < 1e-10, "gradient norms differ"
+    if Path(name).stem != "diloco":  # whose norms are of the ranks' own gradients
+        assert apart(result["grad_norms"], plain["grad_norms"]) < 1e-10, "gradient norms differ"
     assert apart(own, weights) < 1e-9, "weights differ"
 
 
@@ -110,10 +113,11 @@ def test_losses_norms_and_weights_are_single_pys(name, size, flags):
 
 @pytest.mark.parametrize("lesson", LESSONS[1:], ids=NAMES[1:])
 def test_with_its_defaults_on_8_ranks_a_lesson_is_single_py_to_the_last_printed_digit(lesson):
-    plain, _ = oracle(lesson.name, "--steps 2")
-    own, _ = train(lesson.name, 8, "--steps 2")
-    for key, digits in (("losses", 4), ("grad_norms", 3)):
-        assert apart(own[key], plain[key]) < 0.5 * 10**-digits, f"{key} differ"
+    flags = f"--steps 2 {AS_DDP if lesson.name == 'diloco' else ''}"
+    plain, _ = oracle(lesson.name, flags)
+    own, _ = train(lesson.name, 8, flags)
+    assert apart(own["losses"], plain["losses"]) < 0.5e-4, "losses differ"
+    assert apart(own["grad_norms"], plain["grad_norms"]) < 0.5e-3 or "optim" in flags, "norms differ"
 
 
 def check_masters(name, size=2):
@@ -151,7 +155,7 @@ def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
 
 
 RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]
-RACES += ["hsdp --shard 1", "sequence_parallel", "parallel_3d", "resume"]
+RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
 
@@ -301,11 +305,14 @@ def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
         folder.mkdir()
         name, size, flags, own = draw(chance, folder)
         try:
+            flags += f" {AS_DDP}" * (name == "diloco")
             steps = steps_of(name, size, f"{flags} {own}")
             if steps:
                 alone, more = (name, own) if name in OWN_RUN else ("single", "")
                 more += " --ep 1" * (name == "expert_parallel")
                 expected = steps_of(alone, 1, f"{flags} {more}")
+                if name == "diloco":  # whose norms are the ranks' own
+                    steps, expected = ([loss for loss, _ in each] for each in (steps, expected))
                 assert apart(steps, expected) < (1e-9 if "fp64" in flags else 1e-2)
                 trained += 1
         except Exception as error:

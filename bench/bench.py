@@ -47,11 +47,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # DeepSpeed has another balance loss
+OWN_FLAGS = {"expert_parallel": ["--balance=0"], "diloco": ["--outer-lr=1", "--inner-steps=3"]}  # as peers do
 OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
 UNSPLIT = ("pipeline", "zero_bubble", "tensor_parallel", "sequence_parallel", "context_parallel")
 UNSPLIT += ("expert_parallel", "parallel_3d", "checkpointing", "zero_r")  # for all ranks the same batch
-SPLIT = "collectives ddp zero1 zero2 zero3 hsdp muon offload fusion resume"
+SPLIT = "collectives ddp zero1 zero2 zero3 hsdp muon diloco offload fusion resume"
 LESSONS = (*SPLIT.split(), *UNSPLIT)
 ALL = ("single", "dp_threads", "dp_async", *LESSONS)  # the first three with --host alone
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}  # AdamW makes a step of rounding noise, too
@@ -137,7 +137,7 @@ class Race:  # the contenders of one lesson on this rank
         self.alone = ALONE
         self.ours = {f"{name}.py": (name, own)}
         self.ours |= {f"{name}.py {shlex.join(more)}": (name, [*own, *more]) for more in bench.also}
-        if name not in ("expert_parallel", "muon"):  # which train another model, or otherwise
+        if name not in ("expert_parallel", "muon", "diloco"):  # which train another model, or otherwise
             self.ours |= {f"{other}.py": (other, flags) for other in bench.beside}
         self.peers = peers_of(name)
 

@@ -11,7 +11,17 @@ import torch
 from peer import ALONE, AllReduced, plain
 from peers_deepspeed import DeepSpeed, Mixtures, Ulysses
 from peers_pipeline import Mesh3D, Pipelined
-from peers_torch import DTensors, OtherAttention, checkpointed, ddp, ddp_with_muon, ddp_with_zero, fsdp2, hsdp
+from peers_torch import (
+    DTensors,
+    OtherAttention,
+    checkpointed,
+    ddp,
+    ddp_with_muon,
+    ddp_with_zero,
+    fsdp2,
+    hsdp,
+    local_sgd,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 FIFTHS, VIEWS = {"fifths": True}, {"fifths": True, "gradient_as_bucket_view": True}
@@ -48,6 +58,7 @@ PEERS = {
         "torch DDP, Muon on every rank": partial(ddp_with_muon, {}),
         "torch DDP, Muon on every rank, P/5, views": partial(ddp_with_muon, VIEWS),
     },
+    "diloco": {"torch PostLocalSGDOptimizer": local_sgd},
     "offload": {
         "FSDP2, CPUOffloadPolicy": partial(fsdp2, True, True, offload_policy=ON_HOST),
         "DeepSpeed 2, optimizer offloaded": deepspeed(DeepSpeed, 2, True, True, offload=["optimizer"]),

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from peer import AllReduced, Peer, new_model, plain
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as context
 from torch.distributed.tensor.parallel import (
@@ -49,6 +50,14 @@ def ddp_with_muon(options, lesson, config, device):
     muon = torch.optim.Muon(matrices, lr=config.lr, adjust_lr_fn=config.adjust_lr_fn)
     peer.optimizer = lesson.OPTIMIZERS[config.optim](rest, lr=config.lr, fused=True)
     peer.optimizer.register_step_post_hook(lambda *_: muon.step())
+    return peer
+
+
+def local_sgd(lesson, config, device):
+    """torch's average of all weights every inner_steps steps, diloco.py's outer step with --outer-lr 1."""
+    peer = plain(lambda model: model, lesson, config, device)
+    averager = PeriodicModelAverager(period=config.inner_steps, warmup_steps=config.inner_steps - 1)
+    peer.optimizer = PostLocalSGDOptimizer(peer.optimizer, averager)
     return peer
 
 

@@ -4,14 +4,15 @@
     python site/figures.py activations runs/*.json docs/activations.svg
     python site/figures.py ratios one-host.json two-hosts.json docs/ratios.svg
     python site/figures.py timeline traces/rank0.*.json docs/overlap-zero3.svg
+    python site/figures.py waits ddp.json plain.json streaming.json docs/diloco.svg
     python site/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
     python site/figures.py noise output.txt docs/noise.svg
 
 memory: what a rank holds, by lesson and number of ranks; bars are runs, ticks are formulas, lines simulated
 ranks (whose losses are NaN). activations: the same of activations, a bar per file. ratios: the lessons' time
-over their peers'. timeline: what computes and what travels in a traced step. schedule: what each of so many
-ranks does when with so many microbatches, if a forward, a B and a W take equally long. noise: the loss and
-the gradient noise scale that `collectives.py --noise-scale` printed.
+over their peers'. timeline: what computes and what travels in a traced step; waits: in what
+bench/waits.py wrote. schedule: what each of so many ranks does when with so many microbatches, if a forward,
+a B and a W take equally long. noise: the loss and the gradient noise scale of `collectives.py --noise-scale`.
 """
 
 import importlib.util
@@ -153,6 +154,17 @@ def timeline(traces, target):
     lanes(rows, f"{target.stem}: a step of {ms:.0f} ms", target, COLORS)
 
 
+def waits(results, target):
+    """What rank 0 computes and what travels in some runs, for as long as the shortest."""
+    rows, seconds = {}, min(run["seconds"] for run in results)
+    legend = {"computes": COLORS["forward"], "network": COLORS["network"]}
+    for run in results:
+        for part, color in legend.items():
+            shown = [(begin, min(length, seconds - begin)) for begin, length in run[part] if begin < seconds]
+            rows[f"{run['name']} {part}"] = [(*bar, color, "") for bar in shown]
+    lanes(rows, "What rank 0 computes and sends, by the second", target, legend)
+
+
 def starts(schedule, next_stage, length):
     """[[(when it begins, action)] of each rank] if messages take no time. length: {op: how long it takes}."""
     last_stage = max(action.stage for action in schedule[-1])
@@ -215,8 +227,7 @@ def main(kind, *paths):
     for path in paths[:-1]:
         results.append(json.loads(Path(path).read_text()))
         results[-1]["name"] = Path(path).stem
-    drawings = {"memory": memory, "activations": activations, "ratios": ratios, "timeline": timeline}
-    drawings[kind](results, target)
+    globals()[kind](results, target)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ OWN = {
     "dp_async": {"--staleness": ("0 3", "-1 17 x"), "--slow": ("0=1 0=2.5", "9=4 1 0=0.5 0=x x=2 0=nan")},
     "ddp": {"--bucket-cap-mb": ("0 0.02 1", "-1 nan x")}, "zero3": {"--prefetch": ("0 1 7", "-1 8 x")},
     "hsdp": {"--shard": ("1 2", "0 -1 5 x"), "--prefetch": ("0 1 7", "-1 8 x")},
+    "diloco": {"--inner-steps": ("1", NO_INT), "--outer-lr": ("1", "nan -1 x"),
+               "--fragments": ("1", "0 -1 2 x"), "--delay": ("0", "-1 1 x")},
     "muon": {"--adjust-lr-fn": ("original match_rms_adamw", "adamw")},
     "offload": {"--link-gbps": ("1 inf", "0 -1 nan"), "--device-mb": ("50 inf", "-1 nan")},
     "context_parallel": {"--cp": ("1 2", "0 -1 5 x"), "--kind": ("ring ulysses", "all"),

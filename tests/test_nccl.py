@@ -23,6 +23,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "dp_threads": ("--no-threads",),
     "dp_async": ("--mode asp", "--mode ssp"),
     "hsdp": ("--shard 2", "--shard 1", "--shard 2 --prefetch 0"),
+    "diloco": ("--inner-steps 4 --steps 8 --fragments 2 --delay 1",),
     "offload": ("--params",),
     "context_parallel": ("--order contiguous", "--kind ulysses", "--cp 1"),
     "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --balance bias"),
@@ -40,6 +41,8 @@ NAMED = {
     "collectives --noise-scale": {("item", "train()"): 1},
     "dp_async": {("copy", "microbatches()"): 2, ("item", "train_share()"): 2, ("item", "print_step()"): 1},
     "expert_parallel": {("copy", "all_gather_counts()"): "k"},
+    "diloco": {("copy", "print_means()"): 1, ("item", "print_step()"): 0},
+    "diloco --delay": {("copy", "microbatches()"): 4},
     "offload": {("item", "step()"): 1},
     "resume --checkpoint": {("copy", "train()"): 1},
 }
@@ -65,6 +68,7 @@ def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
     name = Path(path).stem
     with tempfile.TemporaryDirectory() as folder:
         save = "" if name == "offload" else f"--save {folder}/weights.pt"
+        flags = f"--inner-steps 1 {flags}" if name == "diloco" else flags
         flags = f"{TINY} --width 96 --vocab 264 --layers 2 --steps 2 --accum {accum} {save} {flags}"
         gpu = Streams(path, rank, size).run(flags.replace("FOLDER", folder), main)
     expected = dict(WAITS)
@@ -163,7 +167,7 @@ ON_GPU = [
     ("fusion", "x = model.norm(x)", "x = model.norm(x.cpu())", HOST),
     ("ddp", "            self.reduce_work.wait()\n", "", USES),
     ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", USES),
-    ("zero1 zero2 zero3", "self.reduce_work.wait()", "pass", USES),
+    ("diloco zero1 zero2 zero3", "self.reduce_work.wait()", "pass", USES),
     ("zero2 zero3", "self.reduce_work.wait()", FREE_FIRST, FREES),
     ("muon", "            work.wait()\n\n    def grad", "            pass\n\n    def grad", USES),
     ("tensor_parallel zero_r", "        work.wait()\n", "", USES),

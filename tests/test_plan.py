@@ -241,8 +241,12 @@ def check_experts(name):
 
 
 def check_offload(name):
-    """The docstring's formulas of offload.py are plan.py's."""
+    """The docstring's formulas of offload.py, and of diloco.py, are plan.py's."""
     plan = load(name)
+    for precision, dtype in ("fp32", "fp32"), ("mixed", "bf16"):
+        letters, values = docstring_of("diloco", f"--dtype {dtype}")
+        sent = values.pop("all-reduce") // 100
+        assert plan.local_steps(letters["P"], 4, 100, precision) == (sum(values.values()), sent), "diloco.py"
     for more in "", "--params":
         _, values = docstring_of("offload", f"--dtype bf16 {more}")
         device = values["parameters"] + values["gradients"]

@@ -23,6 +23,7 @@ LESSONS = {
     "zero3.py": (450, 2150),
     "hsdp.py": (480, 2350),
     "muon.py": (430, 2000),
+    "diloco.py": (400, 1900),
     "offload.py": (400, 2100),
     "tensor_parallel.py": (380, 1900),
     "sequence_parallel.py": (410, 2150),

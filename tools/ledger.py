@@ -4,7 +4,8 @@
     torchrun --nproc_per_node=2 tools/ledger.py ddp.py --steps 3 --json ddp.json --trace traces/
     python tools/ledger.py --ranks 1024 --rank 777 zero3.py --size 7.5b --dtype bf16
 
-Runs the unmodified lesson and watches every operator of its second step, when the optimizer has its states.
+Runs the unmodified lesson and watches every operator of its second step, when the optimizer has its states,
+of diloco.py from its first line to its second.
 
 held: the most that any rank had alive at once, each line at its own peak. Parameters are the leaves that
 require a gradient, gradients their .grad, the optimizer's are in its state, and what a copy or a collective
@@ -24,7 +25,7 @@ weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of 
 G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1 over gloo. With M mixtures of X
 experts on e ranks, of which a token takes t: U parameters in an expert, D outside them; an all-to-all depends
 on tokens, the formula is its mean. H parameters in Muon's matrices, O of them on the rank with most, q bytes
-of a number in Newton-Schulz.
+of a number in Newton-Schulz, o bytes of an outer momentum.
 """
 
 import argparse
@@ -97,6 +98,8 @@ def letters_of(lesson, config, ranks, backend):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
         letters["U"] = 8 * config.width**2 + 5 * config.width
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
+    if hasattr(config, "outer_lr"):
+        letters["o"] = letters["m"] * (config.outer_lr < 1)
     if hasattr(config, "gather"):
         matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
         owned = Counter()
@@ -122,24 +125,26 @@ def run(lesson, config, trace=None):
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     microbatches, print_step = lesson.microbatches, lesson.print_step
     begun = set()  # steps, of which the first may be any, in resume.py
+    period = getattr(config, "inner_steps", 1)  # of the lines that diloco.py prints
+    line = min(2, -(-config.steps // period))
     keep_trace = torch.profiler.tensorboard_trace_handler(trace or ".", f"rank{os.environ.get('RANK', 0)}")
     profiler = torch.profiler.profile(on_trace_ready=keep_trace)
 
     def begin(config, text, step, *more):
         with watch.lock:
             begun.add(step)
-            if len(begun) == min(2, config.steps) and not watch.events:
+            if len(begun) == (line - 1) * period + 1 and not watch.events:
                 watch.start()
-            elif len(begun) == 3:  # a thread is ahead of end()
+            elif len(begun) == 2 * period + 1:  # a thread is ahead of end()
                 watch.stop()
-        if len(begun) == 3 and trace:
+        if len(begun) == 2 * period + 1 and trace:
             profiler.start()
         config.shares = more[2] if more[1:] else getattr(config, "replicas", 1)
         return microbatches(config, text, step, *more)
 
     def end(config, step, loss, grad_norm, started):
         ended = len(history["losses"]) + 1
-        if ended == min(2, config.steps):
+        if ended == line:
             watch.stop()
             if _get_current_dispatch_mode() is watch:  # else the lesson has one of its own
                 _pop_mode()

@@ -116,8 +116,9 @@ def where_is(path, rank, process, folder):
 @functools.cache
 def run(path, lesson, size=1, flags=""):
     """What a lesson's file did on so many ranks, with its weights; or {"error": why it did not}."""
+    flags += " --inner-steps 2 --fragments 2 --steps 5" * (lesson == "diloco")
     if lesson in THREADS:
-        flags = f"{flags} {THREADS[lesson]} {size}"
+        flags += f" {THREADS[lesson]} {size}"
         size = 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -150,8 +151,8 @@ def run(path, lesson, size=1, flags=""):
 
 
 def plain_of(lesson):
-    """(path, lesson) of the plain loop: single.py; of another model or optimizer the lesson, on one rank."""
-    name = lesson if lesson in ("expert_parallel", "muon") else "single"
+    """(path, lesson) of the plain loop: single.py; of another model or optimizer the lesson as it is."""
+    name = lesson if lesson in ("expert_parallel", "muon", "diloco") else "single"
     return str(ROOT / f"{name}.py"), name
 
 
@@ -161,7 +162,7 @@ def promises(path, lesson):
     last = min(2, sizes[-1]), "--accum 3"
     for size, flags in [*((size, "") for size in sizes), last]:
         where = f"{size} rank{'s' * (size > 1)}{', 3 microbatches' * bool(flags)}"
-        expected = run(*plain_of(lesson), 1, flags)
+        expected = run(*plain_of(lesson), size if lesson == "diloco" else 1, flags)
         found = run(path, lesson, size, flags)
         yield f"{where}: it runs", found.get("error")
         norms = differ("gradient norm", found["grad_norms"], expected["grad_norms"])
@@ -248,9 +249,8 @@ def find_symptoms():
 
 
 def main():
-    for name in sys.argv[1:]:
-        path = Path(name).resolve()
-        for line in symptom_of(str(path), path.stem.split("-")[0]) or [f"{name} keeps all promises"]:
+    for path in map(Path.resolve, map(Path, sys.argv[1:])):
+        for line in symptom_of(str(path), path.stem.split("-")[0]) or [f"{path.name} keeps all promises"]:
             print(line)
     if not sys.argv[1:]:
         find_symptoms()

@@ -1,0 +1,340 @@
+"""DiLoCo: replicas that speak once in H steps, for ranks that are far apart.
+
+Idea
+    Each rank trains alone, with an optimizer of its own, for H inner steps. How far the ranks have moved, in
+    the mean, is then the gradient of an outer optimizer, SGD with Nesterov momentum, whose new weights all
+    go on with (DiLoCo, arXiv 2311.08105). With --outer-lr 1, without momentum, they are the ranks' mean:
+    local SGD (1805.09767). With --fragments a part is exchanged at a time, in turn, and with --delay while
+    training goes on (Streaming DiLoCo, 2501.18512). Each optimizer sees 1/N of a batch, so losses are not
+    single.py's, except with --inner-steps 1 --outer-lr 1 --optim sgd --clip inf, which is ddp.py.
+
+Memory (bytes; P parameters; m a number that the optimizers see: max(w, 4))
+    parameters    (w+c+m)P    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4; m an outer one
+    gradients     mP          an outer one comes when the inner one has gone; a fragment's more if delayed
+    optimizer     (K+o)P      K the inner moments: AdamW 2m, SGD 0; o the outer momentum: m, or 0
+
+Communication (above: one fragment; below: two, A and B, with --delay)
+    compute | H steps                 |          | H steps                 |          | H steps
+    network |                         | exchange |                         | exchange |
+
+    compute | H/2 steps  | H/2 steps  | H/2 steps  | H/2 steps  | H/2 steps ...
+    network |            | A          | B          | A          | B
+
+Costs (bytes that a rank of a ring sends in H steps)
+    all-reduce    2mP(N-1)/N    in ddp.py 2wP(N-1)/N in every step; each fragment in one message
+
+Run
+    torchrun --nproc_per_node=2 diloco.py
+    torchrun --nproc_per_node=8 diloco.py --size gpt2-xl --dtype bf16 --batch 64 --inner-steps 50 --steps 500
+
+Left out
+    Replicas of several GPUs (zero3.py inside each, this between them). Outer weights and momentum sharded, as
+    in zero1.py, or on the host. Exchanges in 4 bits. Ranks that join, leave, or take fewer steps.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._utils import _unflatten_dense_tensors as unflatten
+
+
+class DiLoCo:
+    """Exchanges what an optimizer steps: call step() after each of its steps, average() after the last.
+
+    params, of one dtype, become views of one flat vector, cut into fragments. Every inner_steps / fragments
+    steps one starts to travel, and `delay` steps later is mixed in. All ranks start with rank 0's weights."""
+
+    def __init__(self, params, inner_steps, outer_lr=0.7, outer_momentum=0.9, fragments=1, delay=0):
+        if inner_steps % fragments or delay >= inner_steps // fragments:
+            raise ValueError("inner_steps must be a multiple of fragments, and delay less than their ratio")
+        params = list(params)
+        flat_param = nn.utils.parameters_to_vector(params).detach()
+        dist.broadcast(flat_param, 0)
+        for param, view in zip(params, unflatten(flat_param, params)):
+            param.data = view
+        self.inner = flat_param.tensor_split(fragments)  # views: what this rank trains
+        self.outer = [nn.Parameter(fragment.clone()) for fragment in self.inner]  # the same on all ranks
+        self.optimizer = torch.optim.SGD(self.outer, outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+        self.interval = inner_steps // fragments
+        self.delay = delay
+        self.steps = 0
+        self.reduce_work = None
+
+    def step(self):
+        self.steps += 1
+        exchanges, steps_since = divmod(self.steps, self.interval)
+        if exchanges and steps_since == 0:
+            self.start_reduce((exchanges - 1) % len(self.outer))
+        if exchanges and steps_since == self.delay:
+            self.finish_reduce()
+
+    @torch.no_grad()
+    def start_reduce(self, i):
+        """Start to all-reduce how far the ranks have moved a fragment: the outer gradient."""
+        self.fragment = i
+        self.outer[i].grad = self.outer[i] - self.inner[i]  # downhill is minus the gradient
+        self.reduce_work = dist.all_reduce(self.outer[i].grad, async_op=True)
+
+    @torch.no_grad()
+    def finish_reduce(self):
+        """Take the outer step. After a delay its weights and this rank's count half each."""
+        self.reduce_work.wait()
+        self.reduce_work = None
+        outer = self.outer[self.fragment]
+        outer.grad.div_(dist.get_world_size())
+        self.optimizer.step()  # other fragments have no gradient
+        outer.grad = None
+        self.inner[self.fragment].lerp_(outer, 0.5 if self.delay else 1)
+
+    @torch.no_grad()
+    def average(self):
+        """All ranks get the mean of their weights, which may have moved since the last exchange."""
+        if self.reduce_work:
+            self.finish_reduce()
+        for fragment in self.inner:
+            dist.all_reduce(fragment)
+            fragment.div_(dist.get_world_size())
+
+
+class MasterWeights:
+    """`params` are stepped and exchanged: a module's, or fp32 copies of bf16 ones (1910.02054, 3.1)."""
+
+    def __init__(self, module):
+        self.weights = list(module.parameters())
+        self.params = self.weights
+        self.are_copies = self.weights[0].dtype == torch.bfloat16
+        if self.are_copies:
+            self.params = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+
+    def move_grads(self):
+        if self.are_copies:
+            for weight, param in zip(self.weights, self.params):
+                param.grad = weight.grad.float()
+                weight.grad = None
+
+    @torch.no_grad()
+    def write_weights(self):
+        if self.are_copies:
+            torch._foreach_copy_(self.weights, self.params)
+
+
+@torch.no_grad()
+def clip_grad_norm_(params, max_norm):
+    """Scale this rank's gradients to a norm of at most max_norm. Returns the norm before, an fp64 scalar."""
+    grads = [param.grad for param in params]
+    norms = torch._foreach_norm(grads, dtype=torch.float64)
+    norm = torch.stack(norms).norm()
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(grads[0]))
+    return norm
+
+
+def train(config):
+    choices = f"outer lr {config.outer_lr} | fragments {config.fragments} | delay {config.delay}"
+    device, text = set_up(config, f" | inner steps {config.inner_steps} | {choices}")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    masters = MasterWeights(model)
+    optimizer = OPTIMIZERS[config.optim](masters.params, lr=config.lr, fused=True)
+    momentum = 0.9 if config.outer_lr < 1 else 0
+    cuts = config.fragments, config.delay
+    diloco = DiLoCo(masters.params, config.inner_steps, config.outer_lr, momentum, *cuts)
+    for step in range(1, config.steps + 1):
+        steps = (step - 1) % config.inner_steps + 1  # since the last line
+        if steps == 1:
+            started = time.perf_counter()
+            sums = torch.zeros(2, dtype=torch.float64, device=device)
+        batches = microbatches(config, text, step, device, rank, world_size)
+        sums += inner_step(config, model, masters, optimizer, batches)
+        is_due = steps == config.inner_steps or step == config.steps
+        if is_due:
+            dist.all_reduce(sums)  # before a fragment starts, which would hold it up
+        diloco.step()
+        masters.write_weights()
+        if is_due:
+            print_means(config, step, sums / world_size, steps, started)
+    diloco.average()
+    masters.write_weights()
+    if config.save and rank == 0:
+        torch.save(model.state_dict(), config.save)
+
+
+def inner_step(config, model, masters, optimizer, batches):
+    """A step of this rank alone. Returns its loss and its gradient's norm before clipping, (2,)."""
+    loss = 0
+    for inputs, targets in batches:
+        # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+        microloss = mean_loss(model(inputs), targets) / config.accum
+        microloss.backward()
+        loss += microloss.detach()
+    masters.move_grads()
+    grad_norm = clip_grad_norm_(masters.params, config.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack([loss, grad_norm])
+
+
+def print_means(config, step, sums, steps, started):
+    """A line for the steps since the last one: their mean loss, norm and time."""
+    loss, grad_norm = (sums / steps).cpu()
+    print_step(config, step, loss, grad_norm, time.perf_counter() - (time.perf_counter() - started) / steps)
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--inner-steps", type=int, default=5, help="steps from an exchange to the next")
+    own.add_argument("--outer-lr", type=float, default=0.7, help="1 or more: without momentum (local SGD)")
+    own.add_argument("--fragments", type=int, default=1, help="exchanged in turn")
+    own.add_argument("--delay", type=int, default=0, help="steps that a fragment travels")
+    config = read_flags(arguments, own, outer_lr=(0, 1e9), delay=(0, 1_048_576))
+    if config.inner_steps % config.fragments:
+        refuse(f"--fragments {config.fragments}: must divide --inner-steps {config.inner_steps}")
+    if config.delay >= config.inner_steps // config.fragments:
+        refuse(f"--delay {config.delay}: must be less than --inner-steps / --fragments")
+    return config
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
+HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
+
+
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
+    parser.error = refuse
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
+    parser.add_argument("--save", help="file for the state_dict")
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
+
+
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
+        text = bytearray().join(path.read_bytes() for path in files)
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        if config.vocab < 256 and max(text) >= config.vocab:
+            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
+        if config.save:
+            open(config.save, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    torch.cuda.set_device(device if gpus else -1)  # -1: none
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
+    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()

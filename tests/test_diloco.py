@@ -1,0 +1,145 @@
+"""What is special to diloco.py: N ranks are N replicas trained one after the other, whenever they speak."""
+
+import copy
+from functools import cache, partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from test_all import EXACT, check_ledger
+from tests.harness import apart, error_of, holds, load, mutants, on_ranks, train, world
+from tools.watch import noted
+
+FLAGS = f"{EXACT} --batch 72 --accum 3 --steps 10 --lr 0.002"
+PLAIN = "--inner-steps 4 --outer-lr 0.7"
+STREAMING = "--inner-steps 4 --outer-lr 0.7 --fragments 2 --delay 1"
+
+
+def plain(size, flags):
+    """N replicas in one process: the losses of its lines, and the mean of the replicas' weights."""
+    lesson = load("diloco")
+    config = lesson.parse(flags.split())
+    device, text = lesson.set_up(config, replicas=size)
+    replicas = [lesson.GPT(config).double()]
+    replicas += [copy.deepcopy(replicas[0]) for _ in range(size - 1)]
+    optimizers = [torch.optim.AdamW(replica.parameters(), config.lr) for replica in replicas]
+    outer = torch.nn.utils.parameters_to_vector(replicas[0].parameters()).detach()
+    momentum, gradient, losses = torch.zeros_like(outer), torch.zeros_like(outer), [0]
+    parts = [part.tolist() for part in torch.arange(len(outer)).tensor_split(config.fragments)]
+    mu, travelling = 0.9 * (config.outer_lr < 1), None
+    for step in range(1, config.steps + 1):
+        for rank, replica in enumerate(replicas):
+            for inputs, targets in lesson.microbatches(config, text, step, device, rank, size):
+                loss = lesson.mean_loss(replica(inputs), targets) / config.accum
+                loss.backward()
+                losses[-1] += loss.item() / size
+            torch.nn.utils.clip_grad_norm_(replica.parameters(), config.clip)
+            optimizers[rank].step()
+            replica.zero_grad()
+        flats = [torch.nn.utils.parameters_to_vector(each.parameters()).detach() for each in replicas]
+        for i, part in enumerate(parts, 1):
+            if step % config.inner_steps == i * config.inner_steps // config.fragments % config.inner_steps:
+                begun, travelling = step, part
+                gradient[part] = outer[part] - sum(flat[part] for flat in flats) / size
+            if part is travelling and (step == begun + config.delay or step == config.steps):
+                travelling = None
+                momentum[part] = mu * momentum[part] + gradient[part]
+                outer[part] -= config.outer_lr * (gradient[part] + mu * momentum[part])
+                for flat in flats:
+                    flat[part] = (flat[part] + outer[part]) / 2 if config.delay else outer[part]
+        for replica, flat in zip(replicas, flats):
+            torch.nn.utils.vector_to_parameters(flat, replica.parameters())
+        if step % config.inner_steps == 0 or step == config.steps:
+            losses[-1] /= (step - 1) % config.inner_steps + 1
+            losses.append(0)
+    torch.nn.utils.vector_to_parameters(sum(flats) / size, replicas[0].parameters())
+    return losses[:-1], {name: tensor.clone() for name, tensor in replicas[0].state_dict().items()}
+
+
+expected = cache(lambda size, flags: world(1).run(plain, size, flags)[0])
+
+
+def check(name, own=STREAMING, size=2):
+    losses, weights = expected(size, f"{FLAGS} {own}")
+    result, ours = train(name, size, f"{FLAGS} {own}")
+    assert apart(result["losses"], losses) < 1e-12, "losses differ"
+    assert apart(ours, weights) < 1e-12, "weights differ"
+
+
+@pytest.mark.parametrize("own", [PLAIN, STREAMING, f"{PLAIN} --inner-steps 1", f"{PLAIN} --outer-lr 1"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_ranks_are_replicas_trained_one_after_the_other(size, own):
+    check("diloco", own, size)
+
+
+def test_with_one_inner_step_and_sgd_inside_and_outside_it_is_ddp_py():
+    flags = f"{EXACT} --accum 3 --optim sgd --clip inf"
+    ours, theirs = train("diloco", 3, f"{flags} --inner-steps 1 --outer-lr 1"), train("ddp", 3, flags)
+    assert apart(ours[0]["losses"], theirs[0]["losses"]) < 1e-12, "other losses than ddp.py's"
+    assert apart(ours[1], theirs[1]) < 1e-12, "other weights than ddp.py's"
+
+
+@on_ranks(3)
+def check_same(name):
+    """All ranks start with rank 0's weights; after an exchange each has the same, to the bit."""
+    lesson, model = load(name), torch.nn.Linear(5, 5)  # 30 weights
+    with torch.no_grad():
+        model.weight.fill_(dist.get_rank())
+    diloco = lesson.DiLoCo(model.parameters(), 2)
+    assert not model.weight.any(), "not rank 0's weights"
+    for _ in range(2):
+        for weights in diloco.inner:
+            weights.add_(torch.randn(30, generator=torch.Generator().manual_seed(dist.get_rank())))
+        diloco.step()
+    parts = [torch.empty(30) for _ in range(3)]
+    dist.all_gather(parts, diloco.inner[0])
+    assert parts[0].any() and all(torch.equal(parts[0], part) for part in parts), "ranks differ"
+    assert "multiple of fragments" in error_of(lambda: lesson.DiLoCo(model.parameters(), 5, fragments=2))
+    assert "multiple of fragments" in error_of(lambda: lesson.DiLoCo(model.parameters(), 4, delay=4))
+
+
+TIMELINE = """step step start 0 step finish step start 1 step finish step start 0 step finish step start 1
+    step finish step start 0 finish"""
+
+
+@on_ranks(2)
+def check_timeline(name):
+    """A fragment travels, all in one message, while the next steps are computed; no other message is sent."""
+    log, numbers, lesson = [], [], load(name)
+    for word in "start", "finish":
+        note = lambda diloco, *i, word=word: log.append(" ".join([word, *map(str, i)]))  # noqa: E731
+        method = f"{word}_reduce"
+        setattr(lesson.DiLoCo, method, noted(getattr(lesson.DiLoCo, method), note))
+    lesson.inner_step = noted(lesson.inner_step, lambda *_: log.append("step"))
+    config = lesson.parse(f"{FLAGS} {STREAMING}".split())
+    count = noted(dist.all_reduce, lambda tensor, **_: numbers.append(tensor.numel()))
+    with mock.patch.object(dist, "all_reduce", count):
+        lesson.train(config)
+    assert " ".join(log) == " ".join(TIMELINE.split()), f"another order: {', '.join(log)}"
+    params = sum(param.numel() for param in lesson.GPT(config).parameters())
+    assert set(numbers) == {2, params // 2}, f"other messages: {numbers}"
+
+
+check_bf16 = partial(check_ledger, flags=f"--dtype bf16 {PLAIN} --fragments 2 --steps 9")
+check_plain, check_turns = (partial(check, own=own) for own in (PLAIN, f"{PLAIN} --outer-lr 1 --fragments 2"))
+test_each_promise_is_kept = holds("diloco", check_same, check_timeline, check_bf16)
+MUTANTS = [
+    ("self.outer[i] - self.inner[i]", "self.inner[i] - self.outer[i]", check_plain, "losses differ"),
+    ("outer.grad.div_(dist.get_world_size())", "pass", check_plain, "losses differ"),
+    ("nesterov=outer_momentum > 0", "", check_plain, "losses differ"),
+    ("        diloco.step()", "        diloco.step(); optimizer.state.clear()", check_plain, "losses differ"),
+    ("% len(self.outer)", "% max(1, len(self.outer) - 1)", check, "losses differ"),
+    ("0.5 if self.delay else 1", "1", check, "losses differ"),
+    ("steps_since == self.delay", "steps_since == 0", check_timeline, "another order"),
+    ("divmod(self.steps, ", "divmod(self.steps + 1, ", check_plain, "losses differ"),
+    ("        outer.grad = None", "        pass", check_bf16, "gradients: +"),
+    ("    diloco.average()\n    masters", "    masters", check_plain, "weights differ"),
+    ("        if self.reduce_work:", "        if False:", check, "weights differ"),
+    ("dist.broadcast(flat_param, 0)", "pass", check_same, "not rank 0's"),
+    ("0.9 if config.outer_lr < 1 else 0", "0.9", check_turns, "losses differ"),
+    ("optimizer.zero_grad()", "pass", check_plain, "losses differ"),
+    ("                weight.grad = None", "                pass", check_bf16, "gradients: +"),
+]  # fmt: skip
+test_a_mutant_is_rejected = mutants(MUTANTS, "diloco")
