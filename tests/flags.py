@@ -7,8 +7,7 @@ NO_INT = "0 -1 1.5 x 1000000000000 99999999999999999999999"
 FLAGS = {
     "--layers": ("1 2 3 5", NO_INT), "--heads": ("1 2 4 12", NO_INT),
     "--width": ("12 24 48", NO_INT), "--context": ("4 12 24", NO_INT),
-    "--vocab": ("126 128 256", f"{NO_INT} 64"),
-    "--steps": ("1 2", NO_INT),
+    "--vocab": ("256 257 300", f"{NO_INT} 255"), "--steps": ("1 2", NO_INT),
     "--batch": ("4 8 12 24", NO_INT), "--accum": ("1 2 3 4", NO_INT),
     "--optim": ("adamw sgd", "adam"),
     "--lr": ("0 0.001 0.01", "nan inf -1 x"), "--clip": ("0.1 1 inf", "nan 0 -1 x"),
