@@ -164,7 +164,7 @@ def train(config):
     diloco.average()
     masters.write_weights()
     if config.save and rank == 0:
-        torch.save(model.state_dict(), config.save)
+        save_weights(model.state_dict(), config.save)
 
 
 def inner_step(config, model, masters, optimizer, batches):
@@ -210,24 +210,19 @@ SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
-NUMBERS = {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0}
-HELP = "--batch: sequences of a step, on all ranks; --accum: microbatches of a rank; --clip inf: any norm"
+DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": argparse.__file__}
+DEFAULTS |= {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}
+HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
 def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=HELP)
+    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
     parser.error = refuse
-    for name, choices in CHOICES.items():
-        parser.add_argument(f"--{name}", default=next(iter(choices)), choices=choices)
-    for name, default in NUMBERS.items():
-        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"default: {default}")
-    for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int, help="overrides --size")
-    parser.add_argument("--data", default=argparse.__file__, help="text file or folder, read as bytes")
-    parser.add_argument("--save", help="file for the state_dict")
+    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
+        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
     parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18)}
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
     for name, value in vars(config).items():
         least, most = limits.get(name, (1, 1_048_576))
         if type(value) in (int, float) and not least <= value <= most:
@@ -253,14 +248,11 @@ def set_up(config, choices="", replicas=None):  # check, and join the world; ret
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
     try:
-        files = sorted(path for path in Path(config.data).rglob("*") if path.is_file()) or [Path(config.data)]
-        text = bytearray().join(path.read_bytes() for path in files)
+        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
+        text = bytearray().join(map(Path.read_bytes, files))
         if len(text) <= config.context:
             refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
-        if config.vocab < 256 and max(text) >= config.vocab:
-            refuse(f"--vocab {config.vocab}: must be more than {max(text)}, the text's largest byte")
-        if config.save:
-            open(config.save, "ab").close()
+        open(config.save or os.devnull, "ab").close()
     except OSError as error:
         refuse(f"--data {config.data} or --save {config.save}: {error}")
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
@@ -310,8 +302,9 @@ class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embe
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        for matrix in (p for p in self.parameters() if p.dim() == 2):
-            nn.init.normal_(matrix, std=0.02)
+        for param in self.parameters():
+            if param.dim() == 2:
+                nn.init.normal_(param, std=0.02)
 
     def forward(self, tokens):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -330,6 +323,13 @@ def print_step(config, step, loss, grad_norm, started):  # each .item() waits fo
     ms = 1e3 * (time.perf_counter() - started)
     if dist.get_rank() == 0:
         print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+def save_weights(state_dict, path):  # at the end, on rank 0
+    try:
+        torch.save(state_dict, path)
+    except (OSError, RuntimeError):
+        refuse(f"--save {path}: cannot be written; is the disk full?")
 
 
 # ==== end of the toy model ====
