@@ -62,6 +62,7 @@ LESSONS = [
     Lesson("expert_parallel", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12 --balance bias"),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble"),
+    Lesson("pipeline_v", bad_flags=("--layers 1",)),
     Lesson("parallel_3d", bad_flags=("--tp 3", "--heads 9", "--layers 1"), flags="--vocab 257"),
     Lesson("fusion", worlds=(1, 2), flags="--context 48"),
     Lesson("checkpointing", worlds=(1, 2), variants=SELECTIVE),
@@ -158,6 +159,7 @@ RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_para
 RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
+RACES += [f"pipeline_v --accum 4 --layers 4 --schedule {schedule}" for schedule in ("zb-v", "dualpipe-v")]
 
 
 @on_ranks(2)

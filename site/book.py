@@ -32,6 +32,7 @@ README = (ROOT / "README.md").read_text()
 RUN, SPEED = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
 PAGES = ROOT / "site/pages"
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("zb-h1", "zb-h2")}
+SCHEDULES["pipeline_v"] = ("zb-v", "dualpipe-v")
 STAGES, MICROBATCHES, CHUNKS = (2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24), (1, 2, 3, 4)
 MODELS = ("125m", "350m", "1.3b", "2.7b", "7.5b", "13b", "30b", "70b", "175b", "405b", "1000b")
 GPUS = [2**i for i in range(13)]
