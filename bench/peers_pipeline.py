@@ -36,12 +36,19 @@ class Pipelined(Peer):
         ]
         for layer in pipe.modules():
             vars(layer).pop("forward", None)  # the lesson's, whose backward leaves out the weights
+        self.lesson, self.config = lesson, config
         make = getattr(pipelining, SCHEDULES[config.schedule])
         several = config.schedule in ("interleaved", "zb-v", "dualpipe-v")
         self.has_loss = stages[-1].is_last
-        self.runner = make(stages if several else stages[0], config.accum, loss_fn=lesson.mean_loss)
+        self.runner = make(
+            stages if several else stages[0], config.accum, loss_fn=self.share, scale_grads=False
+        )
         optimizer = lesson.OPTIMIZERS[config.optim](pipe.parameters(), lr=config.lr, fused=True)
         super().__init__(lesson, config, model, pipe, optimizer)
+
+    def share(self, output, target):
+        """Of the mean of all microbatches. (scale_grads divides what two stages of a rank share twice.)"""
+        return self.lesson.mean_loss(output, target) / self.config.accum
 
     def step(self, batches):
         inputs, targets = zip(*batches)

@@ -147,11 +147,12 @@ def changes(old, new):
 def explored(lesson, name, stages, microbatches, chunks):
     """What the schedule explorer shows, or what is wrong. A rank: its actions, and -3 for 3 units idle."""
     try:
-        schedule = lesson.build_schedule(name, stages, microbatches, chunks)
+        schedule = lesson.build_schedule(name, stages, microbatches, *[chunks] * (chunks > 1))
     except AssertionError as error:
         return str(error)
     last = schedule[0][-1].op  # which frees a microbatch's activations
-    length = {"F": 1 / chunks, "B": (1 if last == "W" else 2) / chunks, "W": 1}
+    parts = len({action.stage for action in schedule[0]})  # of a rank's layers
+    length = {"F": 1 / parts, "B": (1 if last == "W" else 2) / parts, "W": 1 / parts}
     ranks, in_flight = [], []
     for row in starts(schedule, lesson.NEXT, length):
         words, now, alive = [], 0, [0]
