@@ -31,6 +31,7 @@ LESSONS = {
     "expert_parallel.py": (430, 2150),
     "pipeline.py": (430, 2450),
     "zero_bubble.py": (440, 2600),
+    "pipeline_v.py": (480, 2800),
     "parallel_3d.py": (515, 3000),  # three techniques
     "checkpointing.py": (360, 1600),
     "zero_r.py": (380, 1900),
