@@ -62,14 +62,14 @@ def phases_of(name, rank, n_ranks, n_microbatches):
             (2 * below + 1, "F0"),
             (rank, "F1 F0"),
             (below + 1, "F1 B1 W"),
-            (max(n_microbatches, 2 * n_ranks - 1) - n_ranks, "F0 B0 W F1 B1 W"),
+            (n_microbatches - n_ranks, "F0 B0 W F1 B1 W"),
             (rank, "B0 B1"),
             (below + 1, "B0 W"),
             (2 * rank, "W"),
         ]
     half = (rank + 1) // 2
     warmup = [(2 * below, "F0"), (rank + 1, "F0 F1"), (below, "B1 W F1")]
-    steady = max(n_microbatches - 2 * n_ranks, 0) + rank + 1
+    steady = n_microbatches - 2 * n_ranks + rank + 1
     cooldown = [(half, "B1 W B0 W"), (1 - rank % 2, "B1 W B0"), (half, "B1 B0"), (below, "W B0")]
     return [*warmup, (steady, "F0 B1 W F1 B0 W"), (below, "B1 W F1 B0 W"), *cooldown, (rank + 1, "W")]
 
@@ -92,7 +92,7 @@ def build_schedule(name, n_ranks, n_microbatches, n_chunks=2):
                     begun[what] += 1
                 if what[0] == "B":
                     later.append((stage, j))
-                if j < n_microbatches:  # in a short step phases go on without microbatches
+                if j < n_microbatches:  # a short step leaves out what there is no microbatch for
                     actions.append(Action(what[0], stage, j))
         schedule.append(actions)
     return schedule

@@ -166,7 +166,7 @@ def train_layers(name, schedule_name, ends, frozen):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    said = error_of(lambda: pipe._send("F", 1, torch.ones(2, 6)))
+    said = error_of(lambda: pipe._send("F", 1 - pipe.rank, torch.ones(2, 6)))
     assert "[2, 6]" in said and "[3, 6]" in said, f"a message of another shape: {said}"
     pipe.unsplit()
     assert apart(layers.state_dict(), plain.state_dict()) < 1e-9, "weights differ"
@@ -181,7 +181,7 @@ def check_layers(name):
 
 
 @on_ranks(3)
-def check_held_by(name, schedule_name, m=9):
+def check_held_by(name, schedule_name, m=9, most_left=5):
     """What a rank holds is its microbatches in flight; messages are posted ahead, and not without end."""
     torch.manual_seed(0)
     lesson = load(name)
@@ -189,7 +189,7 @@ def check_held_by(name, schedule_name, m=9):
     size = dist.get_world_size()
     layers = [nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 4)) for _ in range(2 * size)]
     schedule = lesson.build_schedule(schedule_name, size, m)
-    n_stages = 1 + max(action.stage for action in schedule[-1])
+    n_stages = 1 + max(action.stage for action in itertools.chain(*schedule))
     pipe = lesson.Pipeline(layers, lesson.split_layers(layers, n_stages), F.mse_loss, schedule)
     pipe.step(*torch.randn(2, m, 8, 4))
     inputs, outputs = [], []
@@ -212,7 +212,7 @@ def check_held_by(name, schedule_name, m=9):
     held, expected = watch.held()["activations"] / unit, in_flight(pipe.actions)
     assert expected * 0.9 < held < expected * 1.1 + 0.7, f"{schedule_name}: {held:.1f} held, not {expected}"
     assert max(posted) == 2, f"{max(posted)} receives posted at once, not 2"
-    assert max(left) == 5, f"{max(left)} messages kept at once, not 5"
+    assert max(left) == most_left, f"{max(left)} messages kept at once, not {most_left}"
 
 
 def check_held(name):
