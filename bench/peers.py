@@ -69,6 +69,7 @@ PEERS = {
     "context_parallel": {"torch's ring attention": OtherAttention, "DeepSpeed Ulysses": deepspeed(Ulysses)},
     "expert_parallel": {"DeepSpeed MoE": deepspeed(Mixtures, False), ALONE: partial(Mixtures, True)},
     "pipeline": {"torch pipelining": Pipelined},
+    "pipeline_v": {"torch pipelining": Pipelined},
     "parallel_3d": {"torch, all three composed": Mesh3D},
     "checkpointing": {"torch.utils.checkpoint": checkpointed},
 }

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+SCHEDULES |= {"zb-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV"}
 
 
 class Pipelined(Peer):
@@ -25,25 +26,32 @@ class Pipelined(Peer):
         head.weight = model.tokens.weight
         layers = [model.tokens, lesson.AddPositions(model.positions), *model.blocks, model.norm, head]
         schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
-        n_stages = 1 + max(action.stage for action in schedule[-1])
+        n_stages = 1 + max(action.stage for actions in schedule for action in actions)
+        layers[-2:-2] = [nn.Identity()] * (n_stages - len(layers))  # as pipeline_v.py has them
         ends = lesson.split_layers(layers, n_stages)
         pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule)
         pipe.loss = torch.zeros((), dtype=torch.float64, device=device)
+        for layer in pipe.modules():
+            vars(layer).pop("forward", None)  # without the lesson's W
+        numbers = sorted({action.stage for action in pipe.actions})
         stages = [
-            pipelining.PipelineStage(module, pipe.rank + chunk * pipe.world_size, n_stages, device)
-            for chunk, module in enumerate(pipe.stages)
+            pipelining.PipelineStage(module, number, n_stages, device)
+            for number, module in zip(numbers, pipe.stages)
         ]
-        make = getattr(pipelining, SCHEDULES[config.schedule])
-        several = config.schedule == "interleaved"
-        self.runner = make(stages if several else stages[0], config.accum, loss_fn=lesson.mean_loss)
+        self.is_first, self.is_last = 0 in numbers, n_stages - 1 in numbers
+        make = getattr(pipelining.schedules, SCHEDULES[config.schedule])
+        several = config.schedule not in ("gpipe", "1f1b")
+        loss = {"loss_fn": lesson.mean_loss}
+        if config.schedule.endswith("-v"):  # torch would scale a tie's gradient twice, for each of its stages
+            loss = {"loss_fn": lambda *args: lesson.mean_loss(*args) / config.accum, "scale_grads": False}
+        self.runner = make(stages if several else stages[0], config.accum, **loss)
         optimizer = lesson.OPTIMIZERS[config.optim](pipe.parameters(), lr=config.lr, fused=True)
         super().__init__(lesson, config, model, pipe, optimizer)
 
     def step(self, batches):
         inputs, targets = zip(*batches)
-        rank, last = dist.get_rank(), dist.get_world_size() - 1
-        given = (torch.cat(inputs),) if rank == 0 else ()
-        self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if rank == last else {}))
+        given = (torch.cat(inputs),) if self.is_first else ()
+        self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if self.is_last else {}))
         for param, group in self.wrapped.ties.items():
             dist.all_reduce(param.grad, group=group)
         self.wrapped.clip_grad_norm_(self.config.clip or float("inf"))

@@ -32,6 +32,7 @@ README = (ROOT / "README.md").read_text()
 RUN, SPEED = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
 PAGES = ROOT / "site/pages"
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("zb-h1", "zb-h2")}
+SCHEDULES |= {"pipeline_v": ("zb-v", "dualpipe-v")}
 STAGES, MICROBATCHES, CHUNKS = (2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24), (1, 2, 3, 4)
 MODELS = ("125m", "350m", "1.3b", "2.7b", "7.5b", "13b", "30b", "70b", "175b", "405b", "1000b")
 GPUS = [2**i for i in range(13)]
@@ -150,7 +151,7 @@ def explored(lesson, name, stages, microbatches, chunks):
     except AssertionError as error:
         return str(error)
     last = schedule[0][-1].op  # which frees a microbatch's activations
-    length = {"F": 1 / chunks, "B": (1 if last == "W" else 2) / chunks, "W": 1}
+    length = {"F": 1 / chunks, "B": (1 if last == "W" else 2) / chunks, "W": 1 / chunks}
     ranks, in_flight = [], []
     for row in starts(schedule, lesson.NEXT, length):
         words, now, alive = [], 0, [0]
@@ -169,7 +170,8 @@ def explorer_data():
     for file, names in SCHEDULES.items():
         lesson = importlib.import_module(file)
         for choice in product(names, STAGES, MICROBATCHES, CHUNKS):
-            if (choice[0] == "interleaved") == (choice[-1] > 1):
+            name, *_, chunks = choice
+            if chunks == 2 if file == "pipeline_v" else (name == "interleaved") == (chunks > 1):
                 schedules[" ".join(map(str, choice))] = explored(lesson, *choice)
     for model, gpus in product(MODELS, GPUS):
         size = plan.number(model), gpus

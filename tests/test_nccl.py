@@ -16,6 +16,7 @@ from tests import nccl_order
 from tests.harness import FORK, ROOT, TINY, holds, mutants
 from tests.streams import Streams
 from tests.test_pipeline import SCHEDULES
+from tests.test_pipeline_v import TORCHS
 
 # Flags of its own that each lesson is run with, beside none.
 OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
@@ -127,9 +128,11 @@ def orders(name):
         mains = [None, compare, *(partial(first, algorithm) for algorithm in ALGORITHMS.split())]
         flags = "--batch 120 --context 8 --megabytes 1e-3"
         return [(size, flags, main) for size in (3, 4, 6) for main in mains]
-    if name in ("pipeline", "zero_bubble"):
-        small = "--layers 8 --batch 8 --heads 1 --width 8 --context 8"
-        rows = [*product((2, 4), SCHEDULES[name], (4, 8)), *product((3,), SCHEDULES[name][:3], (1, 4))]
+    if name in ("pipeline", "zero_bubble", "pipeline_v"):
+        small = "--layers 8 --batch 16 --heads 1 --width 8 --context 8"
+        rows = [*product((2, 4), SCHEDULES.get(name, TORCHS), (4, 8))]
+        rows += product((3,), [*SCHEDULES.get(name, TORCHS)][:3], (1, 4))
+        rows += product((8,), TORCHS if name == "pipeline_v" else (), (16,))
         return [(size, f"{small} --schedule {schedule} --accum {k}") for size, schedule, k in rows]
     flags = {"expert_parallel": "--experts 24", "parallel_3d": "--layers 8"}.get(name, "")
     own = [(4, own) for own in OWN[name]]
@@ -201,6 +204,7 @@ ORDER = [
     ("pipeline", '{op: [dist.new_group(), dist.new_group()] for op in "FB"}', ONE_GROUP, WAIT),
     ("zero_bubble", '{op: dist.new_group() for op in "FB"}', 'dict.fromkeys("FB", dist.new_group())', WAIT),
     ("pipeline zero_bubble", "self.ahead = 1 ", "self.ahead = 4 ", WAIT),
+    ("pipeline_v", "[dist.new_group(), dist.new_group()]", "[dist.new_group()] * 2", WAIT),
     ("zero_bubble", "self.world_size, self.groups[op]", f"self.world_size, {OTHER_GROUP}", WAIT),
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
