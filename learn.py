@@ -64,7 +64,7 @@ pipeline              | build_schedule | 30 | warmup: F alone; then F and B in t
 pipeline-step         | Pipeline.step | 40 | walk the actions: receive, compute, send
 zero_bubble           | deferred_linear Pipeline._weight_gradients | 25 | keep W's two factors for later
 zero_bubble-schedule  | build_schedule | 30 | W where a rank would wait
-pipeline_v            | phases_of | 40 | zb-v: F0 until F1 is there; F1 and F0 until B1 is; then in turn
+pipeline_v            | phases_of | 40 | F0 down, F1 up, from the docstring's rows; then B and W
 parallel_3d           | Mesh.group | 15 | ranks that differ in one coordinate
 checkpointing         | Checkpoint.recompute | 20 | forward again, with the random numbers of the first time
 zero_r                | Partitioned.partition Partitioned.start_all_gather | 30 | 1/N of a block's input stays

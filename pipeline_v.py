@@ -74,8 +74,8 @@ def phases_of(name, rank, n_ranks, n_microbatches):
     return [*warmup, (steady, "F0 B1 W F1 B0 W"), (below, "B1 W F1 B0 W"), *cooldown, (rank + 1, "W")]
 
 
-def build_schedule(name, n_ranks, n_microbatches, n_chunks=2):
-    """Each rank's Actions, in order. name: zb-v, dualpipe-v (n_chunks: as in pipeline.py, always 2)."""
+def build_schedule(name, n_ranks, n_microbatches):
+    """Each rank's Actions, in order. name: zb-v, dualpipe-v."""
     schedule = []
     for rank in range(n_ranks):
         stages = rank, 2 * n_ranks - 1 - rank

@@ -62,7 +62,7 @@ LESSONS = [
     Lesson("expert_parallel", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12 --balance bias"),
     Lesson("pipeline", bad_flags=BAD_STAGES),
     Lesson("zero_bubble"),
-    Lesson("pipeline_v", bad_flags=("--layers 1",), variants=("--schedule dualpipe-v",)),
+    Lesson("pipeline_v", bad_flags=("--layers 1",)),
     Lesson("parallel_3d", bad_flags=("--tp 3", "--heads 9", "--layers 1"), flags="--vocab 257"),
     Lesson("fusion", worlds=(1, 2), flags="--context 48"),
     Lesson("checkpointing", worlds=(1, 2), variants=SELECTIVE),
@@ -156,9 +156,10 @@ def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
 
 
 RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]
-RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume", "checkpointing --every 2"]
-RACES += ["checkpointing --policy selective", "pipeline_v", "pipeline_v --schedule dualpipe-v --accum 4"]
+RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
+RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
+RACES += [f"pipeline_v --accum 4 --layers 4 --schedule {schedule}" for schedule in ("zb-v", "dualpipe-v")]
 
 
 @on_ranks(2)

@@ -49,9 +49,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 OWN_FLAGS = {"expert_parallel": ["--balance=0"], "diloco": ["--outer-lr=1", "--inner-steps=3"]}  # as peers do
 OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
-UNSPLIT = ("pipeline", "zero_bubble", "pipeline_v", "tensor_parallel", "sequence_parallel")
-UNSPLIT += ("context_parallel", "expert_parallel", "parallel_3d", "checkpointing", "zero_r")
-SPLIT = "collectives ddp zero1 zero2 zero3 hsdp muon diloco offload fusion resume"  # they split the batch
+UNSPLIT = "pipeline zero_bubble pipeline_v tensor_parallel sequence_parallel context_parallel expert_parallel"
+UNSPLIT = f"{UNSPLIT} parallel_3d checkpointing zero_r".split()  # for all ranks the same batch
+SPLIT = "collectives ddp zero1 zero2 zero3 hsdp muon diloco offload fusion resume"
 LESSONS = (*SPLIT.split(), *UNSPLIT)
 ALL = ("single", "dp_threads", "dp_async", *LESSONS)  # the first three with --host alone
 TOLERANCE = {"fp64": 1e-9, "fp32": 3e-5, "bf16": 1e-2}  # AdamW makes a step of rounding noise, too

@@ -27,31 +27,33 @@ class Pipelined(Peer):
         layers = [model.tokens, lesson.AddPositions(model.positions), *model.blocks, model.norm, head]
         schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
         n_stages = 1 + max(action.stage for actions in schedule for action in actions)
-        layers[-2:-2] = [nn.Identity()] * (n_stages - len(layers))  # as pipeline_v.py has them
         ends = lesson.split_layers(layers, n_stages)
         pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule)
         pipe.loss = torch.zeros((), dtype=torch.float64, device=device)
-        for layer in pipe.modules():
-            vars(layer).pop("forward", None)  # without the lesson's W
-        numbers = sorted({action.stage for action in pipe.actions})
         stages = [
-            pipelining.PipelineStage(module, number, n_stages, device)
-            for number, module in zip(numbers, pipe.stages)
+            pipelining.PipelineStage(module, stage, n_stages, device)
+            for stage, module in zip(sorted({action.stage for action in pipe.actions}), pipe.stages)
         ]
-        self.is_first, self.is_last = 0 in numbers, n_stages - 1 in numbers
-        make = getattr(pipelining.schedules, SCHEDULES[config.schedule])
-        several = config.schedule not in ("gpipe", "1f1b")
-        loss = {"loss_fn": lesson.mean_loss}
-        if config.schedule.endswith("-v"):  # torch would scale a tie's gradient twice, for each of its stages
-            loss = {"loss_fn": lambda *args: lesson.mean_loss(*args) / config.accum, "scale_grads": False}
-        self.runner = make(stages if several else stages[0], config.accum, **loss)
+        for layer in pipe.modules():
+            vars(layer).pop("forward", None)  # the lesson's, whose backward leaves out the weights
+        self.lesson, self.config = lesson, config
+        make = getattr(pipelining, SCHEDULES[config.schedule])
+        several = config.schedule in ("interleaved", "zb-v", "dualpipe-v")
+        self.has_loss = stages[-1].is_last
+        self.runner = make(
+            stages if several else stages[0], config.accum, loss_fn=self.share, scale_grads=False
+        )
         optimizer = lesson.OPTIMIZERS[config.optim](pipe.parameters(), lr=config.lr, fused=True)
         super().__init__(lesson, config, model, pipe, optimizer)
 
+    def share(self, output, target):
+        """Of the mean of all microbatches. (scale_grads divides what two stages of a rank share twice.)"""
+        return self.lesson.mean_loss(output, target) / self.config.accum
+
     def step(self, batches):
         inputs, targets = zip(*batches)
-        given = (torch.cat(inputs),) if self.is_first else ()
-        self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if self.is_last else {}))
+        given = (torch.cat(inputs),) if dist.get_rank() == 0 else ()
+        self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if self.has_loss else {}))
         for param, group in self.wrapped.ties.items():
             dist.all_reduce(param.grad, group=group)
         self.wrapped.clip_grad_norm_(self.config.clip or float("inf"))

@@ -32,7 +32,7 @@ README = (ROOT / "README.md").read_text()
 RUN, SPEED = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
 PAGES = ROOT / "site/pages"
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("zb-h1", "zb-h2")}
-SCHEDULES |= {"pipeline_v": ("zb-v", "dualpipe-v")}
+SCHEDULES["pipeline_v"] = ("zb-v", "dualpipe-v")
 STAGES, MICROBATCHES, CHUNKS = (2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24), (1, 2, 3, 4)
 MODELS = ("125m", "350m", "1.3b", "2.7b", "7.5b", "13b", "30b", "70b", "175b", "405b", "1000b")
 GPUS = [2**i for i in range(13)]
@@ -147,11 +147,12 @@ def changes(old, new):
 def explored(lesson, name, stages, microbatches, chunks):
     """What the schedule explorer shows, or what is wrong. A rank: its actions, and -3 for 3 units idle."""
     try:
-        schedule = lesson.build_schedule(name, stages, microbatches, chunks)
+        schedule = lesson.build_schedule(name, stages, microbatches, *[chunks] * (chunks > 1))
     except AssertionError as error:
         return str(error)
     last = schedule[0][-1].op  # which frees a microbatch's activations
-    length = {"F": 1 / chunks, "B": (1 if last == "W" else 2) / chunks, "W": 1 / chunks}
+    parts = len({action.stage for action in schedule[0]})  # of a rank's layers
+    length = {"F": 1 / parts, "B": (1 if last == "W" else 2) / parts, "W": 1 / parts}
     ranks, in_flight = [], []
     for row in starts(schedule, lesson.NEXT, length):
         words, now, alive = [], 0, [0]
@@ -170,8 +171,7 @@ def explorer_data():
     for file, names in SCHEDULES.items():
         lesson = importlib.import_module(file)
         for choice in product(names, STAGES, MICROBATCHES, CHUNKS):
-            name, *_, chunks = choice
-            if chunks == 2 if file == "pipeline_v" else (name == "interleaved") == (chunks > 1):
+            if (choice[0] == "interleaved") == (choice[-1] > 1):
                 schedules[" ".join(map(str, choice))] = explored(lesson, *choice)
     for model, gpus in product(MODELS, GPUS):
         size = plan.number(model), gpus

@@ -167,7 +167,7 @@ def waits(results, target):
 
 def starts(schedule, next_stage, length):
     """[[(when it begins, action)] of each rank] if messages take no time. length: {op: how long it takes}."""
-    last_stage = max(action.stage for actions in schedule for action in actions)
+    last_stage = max(action.stage for row in schedule for action in row)
     finished = {}  # {action: when}
     rows = [[] for _ in schedule]
     while any(len(row) < len(actions) for row, actions in zip(rows, schedule)):
@@ -187,7 +187,7 @@ def schedule(lesson, name, n_ranks, n_microbatches, target):
     """When each rank does what, if a forward, a B and a W take equally long and messages no time."""
     actions = lesson.build_schedule(name, n_ranks, n_microbatches)
     split = any(action.op == "W" for action in actions[0])
-    chunks = (1 + max(action.stage for row in actions for action in row)) // n_ranks
+    chunks = len({action.stage for action in actions[0]})
     length = {"F": 1 / chunks, "B": (1 if split else 2) / chunks, "W": 1 / chunks}
     colors = dict(zip("FBW", COLORS.values()))
     rows = {}

@@ -15,9 +15,9 @@ from test_all import LESSONS
 from tests import nccl_order
 from tests.harness import FORK, ROOT, TINY, holds, mutants
 from tests.streams import Streams
-from tests.test_pipeline import SCHEDULES
-from tests.test_pipeline_v import TORCHS
+from tests.test_pipeline import SCHEDULES, V
 
+SCHEDULES = SCHEDULES | V
 # Flags of its own that each lesson is run with, beside none.
 OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "collectives": ("--noise-scale",),
@@ -30,6 +30,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --balance bias"),
     "pipeline": ("--schedule naive", "--schedule gpipe"),
     "zero_bubble": ("--schedule 1f1b", "--schedule zb-h2"),
+    "pipeline_v": ("--schedule dualpipe-v",),
     "parallel_3d": ("--zero 1", "--tp 1 --pp 2", "--tp 1 --pp 1"),
     "fusion": ("--plain attention loss optimizer",),
     "resume": ("--checkpoint FOLDER/RANK --every 1",),
@@ -128,11 +129,10 @@ def orders(name):
         mains = [None, compare, *(partial(first, algorithm) for algorithm in ALGORITHMS.split())]
         flags = "--batch 120 --context 8 --megabytes 1e-3"
         return [(size, flags, main) for size in (3, 4, 6) for main in mains]
-    if name in ("pipeline", "zero_bubble", "pipeline_v"):
+    if name in SCHEDULES:
         small = "--layers 8 --batch 16 --heads 1 --width 8 --context 8"
-        rows = [*product((2, 4), SCHEDULES.get(name, TORCHS), (4, 8))]
-        rows += product((3,), [*SCHEDULES.get(name, TORCHS)][:3], (1, 4))
-        rows += product((8,), TORCHS if name == "pipeline_v" else (), (16,))
+        rows = [*product((2, 4), SCHEDULES[name], (4, 8)), *product((3,), SCHEDULES[name][:3], (1, 4))]
+        rows += product((8,), SCHEDULES[name] if name == "pipeline_v" else (), (16,))  # many sends at once
         return [(size, f"{small} --schedule {schedule} --accum {k}") for size, schedule, k in rows]
     flags = {"expert_parallel": "--experts 24", "parallel_3d": "--layers 8"}.get(name, "")
     own = [(4, own) for own in OWN[name]]
@@ -182,7 +182,7 @@ ON_GPU = [
     ("offload", "torch.cuda.current_stream().wait_stream(self.uploader.stream)", "pass", USES),
     ("offload", "self.stream.wait_stream(torch.cuda.current_stream())", "pass", LATE),
     ("offload", "start_job.result().wait()", "start_job.result()", USES),
-    ("pipeline zero_bubble", "        work.wait()\n        return", "        return", USES),
+    ("pipeline zero_bubble pipeline_v", "        work.wait()\n        return", "        return", USES),
     ("parallel_3d", "        self.work.wait()\n", "", USES),
     ("collectives", "        work.wait()\n", "        pass\n", USES),
 ]
@@ -201,10 +201,10 @@ ORDER = [
     ("zero3", "broadcast(self.flat_param, group_src=0", "broadcast(self.flat_param, dist.get_rank()", MEET),
     ("expert_parallel", "rows, received, sent,", "rows, received[::-1], sent,", MEET),
     ("parallel_3d", "ranks, axis, -1)", "ranks, axis, -1)[:: -1 if dist.get_rank() else 1]", MEET),
-    ("pipeline", '{op: [dist.new_group(), dist.new_group()] for op in "FB"}', ONE_GROUP, WAIT),
+    ("pipeline pipeline_v", '{op: [dist.new_group(), dist.new_group()] for op in "FB"}', ONE_GROUP, WAIT),
+    ("pipeline_v", "[dist.new_group(), dist.new_group()]", "[dist.new_group()] * 2", WAIT),
     ("zero_bubble", '{op: dist.new_group() for op in "FB"}', 'dict.fromkeys("FB", dist.new_group())', WAIT),
     ("pipeline zero_bubble", "self.ahead = 1 ", "self.ahead = 4 ", WAIT),
-    ("pipeline_v", "[dist.new_group(), dist.new_group()]", "[dist.new_group()] * 2", WAIT),
     ("zero_bubble", "self.world_size, self.groups[op]", f"self.world_size, {OTHER_GROUP}", WAIT),
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),

@@ -10,7 +10,7 @@ function drawSchedule(section) {
   const [name, stages, microbatches] = ["schedule", "stages", "microbatches"].map(valueOf);
   const interleaved = name === "interleaved";
   document.getElementById("chunks").disabled = !interleaved;
-  const chunks = interleaved ? Number(valueOf("chunks")) : name.endsWith("-v") ? 2 : 1;
+  const chunks = interleaved ? Number(valueOf("chunks")) : 1;
   const found = SCHEDULES[[name, stages, microbatches, chunks].join(" ")];
   if (typeof found === "string") return show(section, `Refused: ${found}.`, "");
   const whole = found.ranks[0].includes("W") ? 1 : 2; // how long B takes
@@ -36,7 +36,7 @@ function drawSchedule(section) {
     });
     return `<text x="0" y="${26 * rank + 15}">rank ${rank}</text>${stack.join("")}${rects.join("")}`;
   });
-  const flight = `in flight on ranks 0 to ${stages - 1}${chunks > 1 ? `, of 1/${chunks} of a rank's layers` : ""}: ${found.inFlight.join(", ")}`;
+  const flight = `in flight on ranks 0 to ${stages - 1}${interleaved ? `, of 1/${chunks} of a rank's layers` : ""}: ${found.inFlight.join(", ")}`;
   const says = `${name}: ${(100 * found.idle).toFixed(1)} % idle; ${flight}`;
   show(section, says, svg(Math.floor(left + unit * end), 26 * stages, drawn.join("")));
 }
