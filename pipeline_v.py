@@ -1,27 +1,27 @@
 """Pipelines in the shape of a V: as zero_bubble.py, down one side of the ranks and up the other.
 
 Idea
-    Of 2N stages rank i has stages i and 2N-1-i: a microbatch goes down to the last rank, turns there without
-    a message, and comes up to rank 0, which so has the loss too, and the head beside the embedding: their tie
-    needs no message. Backward comes back twice as soon, so with 1F1B's memory, and W as in zero_bubble.py, no
-    rank is ever idle: ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV (half of the DualPipe of
-    DeepSeek-V3, 2412.19437) puts an F beside each B of the other way, so that on GPUs one may compute while
-    the other's experts are sent. Here one follows the other.
+    Of 2N stages rank i has stages i and 2N-1-i. A microbatch goes down to the last rank, turns there without
+    a message, and comes up to rank 0, which so has the loss. B goes the same way back: it ends where it began
+    (on rank 0), and all ranks hold as much. With 1F1B's memory, and W as in zero_bubble.py, none ever idles:
+    ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV (half of the DualPipe of DeepSeek-V3, arXiv
+    2412.19437) puts an F beside each B of the other stage: on GPUs one may compute while the other sends.
 
 Memory (bytes; R the largest rank's parameters, at least P/N; other letters: single.py)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight, from F to W, counted by stages, halves of a rank: at most 2N in zb-v, 2N+1 in dualpipe-v.
+    In flight on rank i, in stages, halves of a rank: zb-v min(2k,k+i+1,2N), dualpipe-v min(2k,k+i+1,2N+1).
 
-Communication (zb-v, 4 ranks, 4 microbatches; capitals: the stage on the way down; a column is a turn)
-    rank 0 | F0 F1 F2 F3 .  .  .  f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 B0 W0 .  B1 W1 .  B2 W2 .  B3 W3
-    rank 1 | .  F0 F1 F2 F3 .  f0 .  f1 b0 w0 f2 b1 w1 f3 b2 w2 B0 W0 b3 w3 B1 W1 .  B2 W2 .  B3 W3
-    rank 2 | .  .  F0 F1 F2 f0 F3 f1 .  f2 b0 w0 f3 b1 w1 B0 W0 b2 w2 B1 W1 b3 w3 B2 W2 .  B3 W3
-    rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 B0 W0 b1 w1 B1 W1 b2 w2 B2 W2 b3 w3 B3 W3
+Communication (zb-v, 4 ranks, the first turns; small letters: the stage on the way up; . is idle)
+    rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 F7 B0 W0 f4 b4 w4 B1 W1 f5 b5 w5
+    rank 1 | .  F0 F1 F2 F3 F4 f0 F5 f1 b0 w0 f2 b1 w1 f3 b2 w2 F6 B0 W0 f4 b3 w3 F7 B1 W1 f5 b4 w4 B2
+    rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 B0 W0 f4 b2 w2 F6 B1 W1 f5 b3 w3 F7 B2 W2
+    rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 f4 b1 w1 F5 B1 W1 f5 b2 w2 F6 B2 W2 f6 b3
 
 Costs (bytes that the busiest rank sends in a step of k microbatches)
     send          min(4,2N-2)kwbsh             twice what zero_bubble.py sends: there are twice as many stages
+    The tie costs nothing: rank 0 has both the embedding and the head.
     Bubble, if F = B = W and k >= 2N: zb-v 0, dualpipe-v N-1 of 6k+N-1 turns, from a rank's first action to
     its last. If an F beside a B is one action: (N-1)(F&B+B-3W), as published, where a B is a whole backward.
 
@@ -62,14 +62,14 @@ def phases_of(name, rank, n_ranks, n_microbatches):
             (2 * below + 1, "F0"),
             (rank, "F1 F0"),
             (below + 1, "F1 B1 W"),
-            (max(n_microbatches, 2 * n_ranks - 1) - n_ranks, "F0 B0 W F1 B1 W"),
+            (n_microbatches - n_ranks, "F0 B0 W F1 B1 W"),
             (rank, "B0 B1"),
             (below + 1, "B0 W"),
             (2 * rank, "W"),
         ]
     half = (rank + 1) // 2
     warmup = [(2 * below, "F0"), (rank + 1, "F0 F1"), (below, "B1 W F1")]
-    steady = max(n_microbatches - 2 * n_ranks, 0) + rank + 1
+    steady = n_microbatches - 2 * n_ranks + rank + 1
     cooldown = [(half, "B1 W B0 W"), (1 - rank % 2, "B1 W B0"), (half, "B1 B0"), (below, "W B0")]
     return [*warmup, (steady, "F0 B1 W F1 B0 W"), (below, "B1 W F1 B0 W"), *cooldown, (rank + 1, "W")]
 
@@ -92,7 +92,7 @@ def build_schedule(name, n_ranks, n_microbatches):
                     begun[what] += 1
                 if what[0] == "B":
                     later.append((stage, j))
-                if j < n_microbatches:  # in a short step phases go on without microbatches
+                if j < n_microbatches:  # a short step leaves out what there is no microbatch for
                     actions.append(Action(what[0], stage, j))
         schedule.append(actions)
     return schedule
@@ -113,7 +113,7 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
                 now = max(now, arrival[op, stage, j]) + duration[op]
                 if op in NEXT:
                     after = stage + NEXT[op]
-                    turns = stage + after == last_stage
+                    turns = stage + after == last_stage  # on the last rank
                     arrival[op, after, j] = now if turns else now + t_comm
             longest = max(longest, now - began)
     return 1 - sum(duration[action.op] for action in schedule[0]) / longest

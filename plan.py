@@ -46,7 +46,8 @@ Run
 Left out
     What is whole for a moment, two units and the embedding (at --size 7.5b 1.4 GB in zero2.py). What CUDA and
     NCCL take. What tensor parallelism sends for embedding, head and loss. Time. ZeRO-2 and 3 with tensor and
-    pipeline parallelism, other schedules than 1F1B, experts and offload in the table.
+    pipeline parallelism, other schedules than 1F1B (idle: zero_bubble.py; pipeline_v.py's ZB-V not from
+    2p microbatches on, for twice the messages), experts and offload in the table.
 """
 
 import argparse

@@ -130,8 +130,9 @@ def orders(name):
         flags = "--batch 120 --context 8 --megabytes 1e-3"
         return [(size, flags, main) for size in (3, 4, 6) for main in mains]
     if name in SCHEDULES:
-        small = "--layers 8 --batch 8 --heads 1 --width 8 --context 8"
+        small = "--layers 8 --batch 16 --heads 1 --width 8 --context 8"
         rows = [*product((2, 4), SCHEDULES[name], (4, 8)), *product((3,), SCHEDULES[name][:3], (1, 4))]
+        rows += product((8,), SCHEDULES[name] if name == "pipeline_v" else (), (16,))  # many sends at once
         return [(size, f"{small} --schedule {schedule} --accum {k}") for size, schedule, k in rows]
     flags = {"expert_parallel": "--experts 24", "parallel_3d": "--layers 8"}.get(name, "")
     own = [(4, own) for own in OWN[name]]

@@ -176,7 +176,7 @@ def train_layers(name, schedule_name, ends, frozen):
 def check_layers(name):
     cases = [("1f1b", [2, 6], 0), ("interleaved", [1, 2, 4, 6], 0), ("zb-h2", [2, 6], 0)]
     cases += [("1f1b", [3, 6], 3)]  # all of the first stage is frozen
-    cases += [("zb-v", [1, 2, 4, 6], 0), ("dualpipe-v", [1, 2, 4, 6], 0)]
+    cases += [("zb-v", [1, 2, 4, 6], 0), ("dualpipe-v", [1, 2, 4, 6], 1)]
     for schedule, ends, frozen in cases:
         if schedule in (SCHEDULES | V)[Path(name).stem]:
             train_layers(name, schedule, ends, frozen)
@@ -215,7 +215,7 @@ def check_held_by(name, schedule_name, m=9):
     assert expected * 0.9 < held < expected * 1.1 + 0.7, f"{schedule_name}: {held:.1f} held, not {expected}"
     assert max(posted) == 2, f"{max(posted)} receives posted at once, not 2"
     most = 5 if schedule_name not in V["pipeline_v"] else 13
-    assert 5 <= max(left) <= most, f"{max(left)} messages kept at once, not 5"
+    assert max(left) == most, f"{max(left)} messages kept at once, not {most}"
 
 
 def check_held(name):

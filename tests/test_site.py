@@ -45,7 +45,7 @@ def docstring_and_code(site, name):
 def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
     run, speed = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
     lessons = list(load("site/book").LESSONS)
-    assert len(lessons) == 23
+    assert len(lessons) == 24
     for name in lessons:
         docstring, code = docstring_and_code(site, name)
         page = (site / f"{name}.html").read_text()
@@ -124,7 +124,7 @@ def test_who_holds_what_is_what_was_measured():
     book = load("site/book")
     drawn = {"w": (0.97, 9), "c": (0.2, 0.4), "r": (0.2, 0.4), "m": (0.2, 0.35), "u": (0.35, 0.9)}
     drawn |= {"y": (0.3, 0.5), "e": (1.2, 1.4), "h": (0, 0), "o": (0.1, 0.2)}  # e: of a larger model
-    drawn |= {"d": (0.45, 0.55), "f": (0.6, 0.95)}
+    drawn |= {"d": (0.45, 0.55), "f": (0.6, 0.95), "v": (0.2, 0.4)}
     for name, (letters, _) in book.PICTURES.items():
         ranks, _, *measured = book.MEASURED[name]
         parts = 2 if name == "diloco" else 3  # it has run with SGD
