@@ -119,6 +119,9 @@ class Rank:
         def call(*args, batch=None, **kwargs):
             arguments = parameters.bind(*args, **kwargs).arguments
             launch = self.launch_of(name, batch, **arguments)
+            few, many = sorted(sum(map(torch.numel, side)) for side in (launch.given, launch.made))
+            fits = many == few * launch.group.size() or not ("gather" in name or "scatter" in name)
+            assert fits, f"{launch.where}: {name} between {few} and {many} numbers"
             self.launch(launch)
             work = Work(self, [launch])
             if arguments.get("async_op") or name in ("isend", "irecv"):

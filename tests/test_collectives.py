@@ -1,8 +1,8 @@
 """What is special to collectives.py: the library's results, bytes on the wire, gradient noise."""
 
 import itertools
-import re
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -85,8 +85,10 @@ def check_refusal(name):
     assert ["--device cpu" in line for line in lines] == [True] * (dist.get_rank() == 0), f"says {lines}"
 
 
-def printed(name, function, flags):
+def printed(name, function, flags):  # as if each exchange took a second, and nothing else any time
     lesson = load(name)
+    lesson.exchange = mock.Mock(wraps=lesson.exchange)
+    lesson.time = mock.Mock(perf_counter=lambda: lesson.exchange.call_count)
     return said(lambda: getattr(lesson, function)(lesson.parse(flags.split())))[0].splitlines()
 
 
@@ -94,8 +96,8 @@ def check_table(name):
     lines, others = world(2).run(printed, name, "compare", "--megabytes 0.01")
     assert not others, "another rank prints"
     assert [int(line.split()[0]) for line in lines[1:]] == [4, 32, 256, 2048], f"other sizes: {lines}"
-    for each in (*ALL_REDUCES, "all_reduce"):
-        assert all(re.search(rf"\| {each} \d+\.\d\d ms", line) for line in lines[1:]), f"no {each}"
+    for each, ms in zip((*ALL_REDUCES, "all_reduce"), (2000, 1000, 2000, 0)):  # each by so many exchanges
+        assert all(f" | {each} {ms}.00 ms" in line for line in lines[1:]), f"not {ms} ms for {each}: {lines}"
 
 
 def check_noise(name):
@@ -163,6 +165,7 @@ MUTANTS = [
     ("exchange(given, partner, received", "exchange(x, partner, x.clone()", check_bytes, "halving"),
     ("* (sum_of_squares - n *", "* (sum_of_squares -", check_noise, "the trace has a bias"),
     ("- trace / samples", "", check_noise, "the square has a bias"),
+    ("1e3 / 5", "1e3 / 6", check_table, "not 2000 ms"),
     ("ring_all_reduce(sums)", "pass", check_noise_scale, "but it is"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "collectives")

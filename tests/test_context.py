@@ -128,8 +128,7 @@ class Kernels(Streams):
             assert length == k.shape[2] or not given.get("is_causal"), "a causal mask that is not square"
             if lse is not None:
                 assert lse.is_contiguous() and lse.dtype == torch.float32, "a log-sum-exp of another form"
-                grad = given.get("grad_out", given.get("grad_out_"))
-                assert given["out"].dtype == grad.dtype == q.dtype
+                assert given["out"].dtype == given.get("grad_out", given.get("grad_out_")).dtype == q.dtype
                 asked = -(-length // 32) * 32 if "efficient" in name else length
                 assert lse.shape[2] == asked, f"a log-sum-exp of {lse.shape[2]} rows, not {asked}"
         return super().on_gpu(function, args, kwargs)

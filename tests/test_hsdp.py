@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -71,8 +70,7 @@ def check_groups(name):
 def check_replicas(name):
     """In bf16, all copies have the same weights after each of three steps, of two microbatches each."""
     torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))).bfloat16()
-    _, model = wrap(name, plain, nn.Linear)
+    _, model = wrap(name, nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))).bfloat16(), nn.Linear)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.manual_seed(dist.get_rank())
     for step in range(3):
@@ -93,14 +91,7 @@ def check_replicas(name):
 def check_timeline(name):
     """Copies hear of one another in the last backward alone, while earlier units compute."""
     log = []
-    model = nn.ModuleList([*(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4)])  # the root's own is last
-    model.forward = nn.Sequential(model[3], *model[:3]).forward
-    for i in 1, 2, 3:
-        model[i - 1].register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
-        model[i - 1].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
-    _, hsdp = wrap(name, model, nn.Linear)
-    for (i, unit), (method, word) in product(enumerate(hsdp.units), zero.METHODS.items()):
-        setattr(unit, method, zero.noting(log, f"{word} {i}", unit, getattr(unit, method)))
+    hsdp = zero.logged(name, log)
     all_reduce = dist.all_reduce
 
     def noted(tensor, group, async_op=False):

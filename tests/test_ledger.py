@@ -86,8 +86,7 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(lesson):
 
 @pytest.mark.parametrize("lesson, published", [("zero2", 16.6), ("zero3", 1.88)])  # GB, arXiv 1910.02054
 def test_zeros_figure_1_comes_out_of_the_code(lesson, published):
-    flags = "--size 7.5b --dtype bf16 --steps 2 --batch 64 --device cpu"
-    result = simulate(lesson, 64, 5, flags, "nccl")
+    result = simulate(lesson, 64, 5, "--size 7.5b --dtype bf16 --steps 2 --batch 64 --device cpu", "nccl")
     held = sum(row["measured"] for row in result["held"].values()) / 1e9
     # In flight: the root and two units of gradients, in zero3.py of weights, too; a parameter's gradient.
     unit, root, largest = 2 * 0.2273, 2 * 0.2276, 2 * 0.2187

@@ -134,10 +134,8 @@ def check_timeline(name):
 check_fp32 = partial(check, size=1, torchs=True, flags="--steps 3 --clip inf", tolerance=1e-7)
 CHECKS = [check_fp32, check_costs, check_timeline, check_module]
 test_each_promise_is_kept = holds("muon", *CHECKS, partial(check_module, gather=True))
-check_original, check_bf16 = (
-    partial(check, own="--adjust-lr-fn original"),
-    partial(check_ledger, flags="--dtype bf16"),
-)
+check_original = partial(check, own="--adjust-lr-fn original")
+check_bf16 = partial(check_ledger, flags="--dtype bf16")
 MUTANTS = [
     ("add_(weight.grad", "add_(newton_schulz(weight.grad) if self.owner else weight.grad", check, "numbers"),
     ("loss += microloss.detach()", "loss += microloss.detach(); muon.step()", check, "numbers differ"),

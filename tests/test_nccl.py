@@ -167,6 +167,7 @@ ON_GPU = [
     ("zero3", "self.flat_grad.zero_()", "self.flat_grad.any().item()", WAITS_IN),
     ("tensor_parallel", "all_reduce(grad_x,", "all_reduce(grad_x.cpu(),", HOST),
     ("sequence_parallel", "= x.new_empty(dist", "= torch.empty(dist", HOST),
+    ("sequence_parallel", "empty_like(given[:1])", "empty_like(given[:2])", "numbers"),
     ("fusion", "x = model.norm(x)", "x = model.norm(x.cpu())", HOST),
     ("ddp", "            self.reduce_work.wait()\n", "", USES),
     ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", USES),

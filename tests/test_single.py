@@ -55,8 +55,7 @@ def check_master_steps(name):
     grads = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
     params = [torch.nn.Parameter(torch.linspace(0.1, 1, 5).bfloat16()) for _ in range(2)]
     wide = [torch.nn.Parameter(param.detach().float()) for param in params]
-    own = lesson.MasterWeights(torch.optim.AdamW, params, lr=1e-3)
-    optimizers = [own, torch.optim.AdamW(wide, lr=1e-3)]
+    optimizers = [lesson.MasterWeights(torch.optim.AdamW, params, lr=1e-3), torch.optim.AdamW(wide, lr=1e-3)]
     for step in grads:
         for each, optimizer in zip((params, wide), optimizers):
             for param, grad in zip(each, step):

@@ -22,8 +22,7 @@ SAID += [
 def site(tmp_path_factory):
     """The site of a copy of the repository that has another zero2.py."""
     copy = tmp_path_factory.mktemp("site") / "copy"
-    unwanted = shutil.ignore_patterns(".*", "runs", "tests", "__pycache__")
-    shutil.copytree(ROOT, copy, ignore=unwanted)
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "tests", "__pycache__"))
     source = (copy / "zero2.py").read_text()
     (copy / "zero2.py").write_text(source.replace("shard of the sum", "shard of the <edited> & sum"))
     subprocess.run([sys.executable, "site/book.py"], cwd=copy, check=True)

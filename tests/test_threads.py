@@ -151,9 +151,8 @@ def straggle(name, mode, staleness=2):
     pushes = []
 
     def task(server, worker, replica, step, share):
-        wait = partial(wait_for, server, 3)
         late = worker == 0 and 0 not in pushes
-        push_one(server, worker, replica, meanwhile=lambda: late and (wait(), pushes.append(0)))
+        push_one(server, worker, replica, meanwhile=lambda: late and (wait_for(server, 3), pushes.append(0)))
         pushes.append(worker)
 
     server = serve(load(name), 3, mode, task, 8, staleness)
@@ -221,7 +220,7 @@ def check_slow(name):
     out, _, _ = said(lambda: lesson.train(lesson.parse(f"{TINY} --workers 2 --slow 1=3".split())))
     slept = [call.args[0] > 0 for call in lesson.time.sleep.mock_calls]
     assert (sum(slept), len(slept)) == (3, 6), "not one worker is slow"
-    assert out.endswith("staleness of the pushes: {0: 6}\n"), "says something else"
+    assert " | bsp 2 | slow 1=3\n" in out and out.endswith("pushes: {0: 6}\n"), f"says something else: {out}"
 
 
 odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5))]

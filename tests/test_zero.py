@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -172,24 +173,33 @@ def check_norm(name):
     assert abs(clipped / exact - 0.5) < 1e-6, f"what is clipped is not half, but {clipped / exact}"
 
 
-@on_ranks(2)
-def check_timeline(name):
-    """What computes and what starts and ends on the network in a second step, in order."""
-    log = []
+def logged(name, log):
+    """A root and three units, wrapped; what computes and what starts and ends on the network is logged."""
     model = nn.ModuleList([*(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4)])  # the root's own is last
     model.forward = nn.Sequential(model[3], *model[:3]).forward
+
+    def begins(i, *_):  # "early": a hook that the module had before sees weights that are still on their way
+        log.append(f"{'early' if zero.units[i].all_gather_work else 'forward'} {i}")
+
     for i in 1, 2, 3:
-        model[i - 1].register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
+        model[i - 1].register_forward_pre_hook(partial(begins, i))
         model[i - 1].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
     _, zero = wrap(name, model, nn.Linear)
     assert not [*model.parameters()], "an optimizer could take them by mistake"
+    for (i, unit), (method, word) in product(enumerate(zero.units), METHODS.items()):
+        if hasattr(unit, method):
+            setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
+    return zero
+
+
+@on_ranks(2)
+def check_timeline(name):
+    """What does so in a second step, in order."""
+    log = []
+    zero = logged(name, log)
     full = [unit for unit in zero.units if unit.flat_grad.untyped_storage().nbytes()]
     assert not full or "zero1" in name, "gradients are held before there are any"
     optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
-    for i, unit in enumerate(zero.units):
-        for method, word in METHODS.items():
-            if hasattr(unit, method):
-                setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
     for context in getattr(zero, "no_sync", nullcontext), nullcontext:
         log.clear()
         with context():
@@ -255,8 +265,7 @@ def check_failed(name):
 def check_late(name):
     """zero_grad() may also set .grad to zero, or follow an evaluation; between forward and backward not."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 2)).bfloat16()
-    _, model = wrap(name, copy.deepcopy(plain), nn.Linear)
+    _, model = wrap(name, nn.Sequential(nn.Linear(3, 2)).bfloat16(), nn.Linear)
     x = torch.ones(3, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     grads = []
@@ -316,5 +325,6 @@ MUTANTS = [
     ("zero3", "unit.reshard()  # all", "pass  # all", check_ledger, "parameters: +"),
     ("zero3", "self.units[i::direction]", "self.units[i:]", check_timeline, "another order"),
     ("zero1 zero2 zero3", "self.reducing.finish_reduce()", "pass", check_timeline, "another order"),
+    ("zero1 zero2", "unit.wait_for_unshard, prepend=True", "unit.wait_for_unshard", check_timeline, "early"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)
