@@ -105,7 +105,7 @@ class DiLoCo:
             fragment.div_(dist.get_world_size())
 
 
-class MasterWeights:
+class Masters:
     """`params` are stepped and exchanged: a module's, or fp32 copies of bf16 ones (1910.02054, 3.1)."""
 
     def __init__(self, module):
@@ -142,7 +142,7 @@ def train(config):
     device, text = set_up(config, f" | inner steps {config.inner_steps} | {choices}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
-    masters = MasterWeights(model)
+    masters = Masters(model)
     optimizer = OPTIMIZERS[config.optim](masters.params, lr=config.lr, fused=True)
     momentum = 0.9 if config.outer_lr < 1 else 0
     cuts = config.fragments, config.delay
