@@ -141,6 +141,7 @@ def train_here(name, flags, watched):
     steps = []
     lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))
     lesson.train(config)
+    assert dist.get_rank() == 0 or not sys.stdout.getvalue(), "another rank prints"
     return {"losses": [loss for loss, _ in steps], "grad_norms": [norm for _, norm in steps]}
 
 

@@ -159,8 +159,7 @@ class Gpu(TorchDispatchMode, Rank):
     def stream(self, device="pretend:0"):
         streams = getattr(self.here, "streams", {})
         device = torch.device(device or "pretend:0")
-        default = self.default_streams.setdefault(device, Stream(self, device))
-        return streams.get(device, default)
+        return streams.get(device, self.default_streams.setdefault(device, Stream(self, device)))
 
     def set_stream(self, stream):
         if stream:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from test_all import EXACT, check_ledger
+from test_all import EXACT, check_ledger, check_masters
 from tests.harness import apart, error_of, holds, load, mutants, on_ranks, world
 from tools.watch import noted
 
@@ -135,7 +135,6 @@ check_fp32 = partial(check, size=1, torchs=True, flags="--steps 3 --clip inf", t
 CHECKS = [check_fp32, check_costs, check_timeline, check_module]
 test_each_promise_is_kept = holds("muon", *CHECKS, partial(check_module, gather=True))
 check_original = partial(check, own="--adjust-lr-fn original")
-check_bf16 = partial(check_ledger, flags="--dtype bf16")
 MUTANTS = [
     ("add_(weight.grad", "add_(newton_schulz(weight.grad) if self.owner else weight.grad", check, "numbers"),
     ("loss += microloss.detach()", "loss += microloss.detach(); muon.step()", check, "numbers differ"),
@@ -149,7 +148,8 @@ MUTANTS = [
     ("else update.bfloat16()", "else update", check_fp32, "numbers differ"),
     ("reverse=True", "reverse=False", check_costs, "less even"),
     ("if self.zero.syncing:", "if True:", check_ledger, "reduce: sent +"),
-    ("part.dtype, torch.float32", "part.dtype, part.dtype", check_bf16, "parameters: -"),
+    ("part.dtype, torch.float32", "part.dtype, part.dtype", check_masters, "moved by"),
+    ("self.part_of(self.flat_param).copy_(self.shard.data)", "pass", check_masters, "moved by"),
     ("dist.broadcast(tensor, 0)", "pass", check_module, "weights differ"),
     (" or not torch.is_grad_enabled()", "", check_module, "evaluated before"),
     ("if not self.fresh:", "if False:", check_module, "old weights"),
