@@ -127,16 +127,6 @@ class Masters:
             torch._foreach_copy_(self.weights, self.params)
 
 
-@torch.no_grad()
-def clip_grad_norm_(params, max_norm):
-    """Scale this rank's gradients to a norm of at most max_norm. Returns the norm before, an fp64 scalar."""
-    grads = [param.grad for param in params]
-    norms = torch._foreach_norm(grads, dtype=torch.float64)
-    norm = torch.stack(norms).norm()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(grads[0]))
-    return norm
-
-
 def train(config):
     choices = f"outer lr {config.outer_lr} | fragments {config.fragments} | delay {config.delay}"
     device, text = set_up(config, f" | inner steps {config.inner_steps} | {choices}")
@@ -145,8 +135,8 @@ def train(config):
     masters = Masters(model)
     optimizer = OPTIMIZERS[config.optim](masters.params, lr=config.lr, fused=True)
     momentum = 0.9 if config.outer_lr < 1 else 0
-    cuts = config.fragments, config.delay
-    diloco = DiLoCo(masters.params, config.inner_steps, config.outer_lr, momentum, *cuts)
+    outer = config.outer_lr, momentum
+    diloco = DiLoCo(masters.params, config.inner_steps, *outer, config.fragments, config.delay)
     for step in range(1, config.steps + 1):
         steps = (step - 1) % config.inner_steps + 1  # since the last line
         if steps == 1:
@@ -176,7 +166,7 @@ def inner_step(config, model, masters, optimizer, batches):
         microloss.backward()
         loss += microloss.detach()
     masters.move_grads()
-    grad_norm = clip_grad_norm_(masters.params, config.clip)
+    grad_norm = nn.utils.clip_grad_norm_(masters.params, config.clip)
     optimizer.step()
     optimizer.zero_grad()
     return torch.stack([loss, grad_norm])
@@ -185,7 +175,8 @@ def inner_step(config, model, masters, optimizer, batches):
 def print_means(config, step, sums, steps, started):
     """A line for the steps since the last one: their mean loss, norm and time."""
     loss, grad_norm = (sums / steps).cpu()
-    print_step(config, step, loss, grad_norm, time.perf_counter() - (time.perf_counter() - started) / steps)
+    now = time.perf_counter()
+    print_step(config, step, loss, grad_norm, now - (now - started) / steps)
 
 
 def parse(arguments=None):

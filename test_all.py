@@ -114,11 +114,11 @@ def test_losses_norms_and_weights_are_single_pys(name, size, flags):
 
 @pytest.mark.parametrize("lesson", LESSONS[1:], ids=NAMES[1:])
 def test_with_its_defaults_on_8_ranks_a_lesson_is_single_py_to_the_last_printed_digit(lesson):
-    flags = f"--steps 2 {AS_DDP if lesson.name == 'diloco' else ''}"
-    plain, _ = oracle(lesson.name, flags)
-    own, _ = train(lesson.name, 8, flags)
-    assert apart(own["losses"], plain["losses"]) < 0.5e-4, "losses differ"
-    assert apart(own["grad_norms"], plain["grad_norms"]) < 0.5e-3 or "optim" in flags, "norms differ"
+    alone = lesson.name == "diloco"  # by default another algorithm, and norms are the ranks' own
+    plain, _ = oracle(lesson.name, f"--steps 2 {AS_DDP * alone}")
+    own, _ = train(lesson.name, 8, f"--steps 2 {AS_DDP * alone}")
+    for key, digits in (("losses", 4), ("grad_norms", 3))[: 2 - alone]:
+        assert apart(own[key], plain[key]) < 0.5 * 10**-digits, f"{key} differ"
 
 
 def check_masters(name, size=2):

@@ -29,7 +29,7 @@ Run
     torchrun --nproc_per_node=8 zero_bubble.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Schedules found by search, ZB-V, steps that do not wait for the norm (section 4), W of all but nn.Linear.
+    Schedules found by search, pipeline_v.py's, steps that do not wait for the norm, W of all but nn.Linear.
 """
 
 import argparse

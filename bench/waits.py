@@ -5,7 +5,8 @@
 
 Runs the unmodified lesson. What comes up to its first printed line is not counted. Times are rank 0's: a wait
 is a call of Work.wait(), which over gloo holds up the host until the message has come; a message is on the
-network from its start to the end of its work. (Over NCCL the host does not wait: tools/ledger.py --trace.)
+network from its start to the end of its work; of these all-reduces are seen. (Over NCCL the host does not
+wait: tools/ledger.py --trace.)
 """
 
 import argparse

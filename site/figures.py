@@ -4,15 +4,14 @@
     python site/figures.py activations runs/*.json docs/activations.svg
     python site/figures.py ratios one-host.json two-hosts.json docs/ratios.svg
     python site/figures.py timeline traces/rank0.*.json docs/overlap-zero3.svg
-    python site/figures.py waits ddp.json plain.json streaming.json docs/diloco.svg
     python site/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
     python site/figures.py noise output.txt docs/noise.svg
 
 memory: what a rank holds, by lesson and number of ranks; bars are runs, ticks are formulas, lines simulated
 ranks (whose losses are NaN). activations: the same of activations, a bar per file. ratios: the lessons' time
-over their peers'. timeline: what computes and what travels in a traced step; waits: in what
-bench/waits.py wrote. schedule: what each of so many ranks does when with so many microbatches, if a forward,
-a B and a W take equally long. noise: the loss and the gradient noise scale of `collectives.py --noise-scale`.
+over their peers'. timeline: what computes and what travels in a traced step. schedule: what each of so many
+ranks does when with so many microbatches, if a forward, a B and a W take equally long. noise: the loss and
+the gradient noise scale that `collectives.py --noise-scale` printed.
 """
 
 import importlib.util
@@ -35,6 +34,8 @@ STYLE |= {"legend.labelcolor": GREY, "svg.fonttype": "none", "svg.hashsalt": "0"
 def save(figure, target):
     figure.tight_layout()
     figure.savefig(target, transparent=True, metadata={"Date": None})
+    if target.suffix == ".svg":  # of its six decimals two are enough
+        target.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", target.read_text()))
 
 
 def total(result, column="measured"):
@@ -154,17 +155,6 @@ def timeline(traces, target):
     lanes(rows, f"{target.stem}: a step of {ms:.0f} ms", target, COLORS)
 
 
-def waits(results, target):
-    """What rank 0 computes and what travels in some runs, for as long as the shortest."""
-    rows, seconds = {}, min(run["seconds"] for run in results)
-    legend = {"computes": COLORS["forward"], "network": COLORS["network"]}
-    for run in results:
-        for part, color in legend.items():
-            shown = [(begin, min(length, seconds - begin)) for begin, length in run[part] if begin < seconds]
-            rows[f"{run['name']} {part}"] = [(*bar, color, "") for bar in shown]
-    lanes(rows, "What rank 0 computes and sends, by the second", target, legend)
-
-
 def starts(schedule, next_stage, length):
     """[[(when it begins, action)] of each rank] if messages take no time. length: {op: how long it takes}."""
     last_stage = max(action.stage for row in schedule for action in row)
@@ -227,7 +217,8 @@ def main(kind, *paths):
     for path in paths[:-1]:
         results.append(json.loads(Path(path).read_text()))
         results[-1]["name"] = Path(path).stem
-    globals()[kind](results, target)
+    drawings = {"memory": memory, "activations": activations, "ratios": ratios, "timeline": timeline}
+    drawings[kind](results, target)
 
 
 if __name__ == "__main__":

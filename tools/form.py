@@ -7,6 +7,7 @@ lines buys nothing; and of a lesson what FORM lists, each with the reason for it
 import ast
 import io
 import re
+import subprocess
 import sys
 import tokenize
 from pathlib import Path
@@ -56,6 +57,16 @@ FORM = {
     "comprehensions in 100 lines": (6, "what needs a second reading is a loop"),
     "first definition at line": (75, "the technique stands on the first screen after the docstring"),
     "longest function": (32, "a function is seen at once"),
+}
+DIFFS = {  # changed lines between neighbours, whose difference is the technique and almost nothing else
+    "ddp zero1": 225,
+    "zero1 zero2": 70,
+    "zero2 zero3": 150,
+    "zero3 hsdp": 110,
+    "tensor_parallel sequence_parallel": 150,
+    "pipeline zero_bubble": 150,
+    "zero_bubble pipeline_v": 160,
+    "checkpointing zero_r": 150,
 }
 TEST_FILE_LINES = 350
 TEST_LINES = 1900 + 165 * len(LESSONS)  # of all tests
@@ -109,6 +120,11 @@ def main():
         check(f"{name}: tokens", tokens, most_tokens)
         for (what, (most, why)), number in zip(FORM.items(), form):
             check(f"{name}: {what}", number, most, why)
+    for pair, most in DIFFS.items():
+        diff = subprocess.run(
+            ["diff", *(f"{name}.py" for name in pair.split())], stdout=subprocess.PIPE, text=True
+        )
+        check(f"diff {pair}: changed lines", len(re.findall("^[<>]", diff.stdout, re.M)), most)
     lessons = {path.name for path in Path().glob("*.py") if TOY.search(path.read_text())}
     over += [f"over: {name}: no budget; add its row here" for name in sorted(lessons - LESSONS.keys())]
     tests = [path.read_text().count("\n") for path in Path("tests").glob("*.py")]

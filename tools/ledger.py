@@ -126,14 +126,13 @@ def run(lesson, config, trace=None):
     microbatches, print_step = lesson.microbatches, lesson.print_step
     begun = set()  # steps, of which the first may be any, in resume.py
     period = getattr(config, "inner_steps", 1)  # of the lines that diloco.py prints
-    line = min(2, -(-config.steps // period))
     keep_trace = torch.profiler.tensorboard_trace_handler(trace or ".", f"rank{os.environ.get('RANK', 0)}")
     profiler = torch.profiler.profile(on_trace_ready=keep_trace)
 
     def begin(config, text, step, *more):
         with watch.lock:
             begun.add(step)
-            if len(begun) == (line - 1) * period + 1 and not watch.events:
+            if len(begun) == 1 + period * (config.steps > period) and not watch.events:
                 watch.start()
             elif len(begun) == 2 * period + 1:  # a thread is ahead of end()
                 watch.stop()
@@ -144,7 +143,7 @@ def run(lesson, config, trace=None):
 
     def end(config, step, loss, grad_norm, started):
         ended = len(history["losses"]) + 1
-        if ended == line:
+        if ended == 1 + (config.steps > period):
             watch.stop()
             if _get_current_dispatch_mode() is watch:  # else the lesson has one of its own
                 _pop_mode()
