@@ -180,7 +180,7 @@ class Pipeline(nn.Module):
         """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         self.to_post = deque(filter(self._needs_message, self.actions))
-        self.turned = defaultdict(deque)  # of each op what a rank passes on to itself
+        self.turned = {}  # {op: what the last rank passes on to its other stage}
         in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge keeps no output
         for op, stage, j in self.actions:
             if op == "F":
@@ -232,7 +232,7 @@ class Pipeline(nn.Module):
 
     def _receive(self, op, stage):  # no tags: both ends walk one order: the n-th send meets the n-th receive
         if self._rank_of(stage - NEXT[op]) == self.rank:
-            return self.turned[op].popleft()
+            return self.turned.pop(op)
         if self.like[0] is None:
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
@@ -247,7 +247,7 @@ class Pipeline(nn.Module):
     def _send(self, op, stage, tensor):
         rank = self._rank_of(stage)
         if rank == self.rank:
-            self.turned[op].append(tensor)
+            self.turned[op] = tensor
             return
         if self.like[0] is None:  # rank 0's first output, for which the others wait above
             self.like[0] = tensor.to("meta")

@@ -145,7 +145,7 @@ MUTANTS = [
     ("(n_microbatches - n_ranks,", "(max(n_microbatches, 2 * n_ranks - 1) - n_ranks,", check_order, "idles"),
     ("now if turns else now + t_comm", "now + t_comm", check_bubbles, "the turn is a message"),
     ("if rank == self.rank:\n            self.t", "if 0:\n            self.t", check_messages, "to itself"),
-    ("self.turned[op].append(tensor)", "self.turned[op].append(tensor * 2)", check_parity, "losses differ"),
+    ("self.turned[op] = tensor", "self.turned[op] = tensor * 2", check_parity, "losses differ"),
     ("self.later.popleft()", "self.later[0]", check_parity, "losses differ"),
     ("self.ahead = 1", "self.ahead = 2", check_held, "3 receives posted"),
     (" > MAX_SENT * self.world_size", " > MAX_SENT", check_held, "messages kept at once"),
