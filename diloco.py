@@ -1,17 +1,18 @@
 """DiLoCo: replicas that speak once in H steps, for ranks that are far apart.
 
 Idea
-    Each rank trains alone, with an optimizer of its own, for H inner steps. How far the ranks have moved, in
-    the mean, is then the gradient of an outer optimizer, SGD with Nesterov momentum, whose new weights all
-    go on with (DiLoCo, arXiv 2311.08105). With --outer-lr 1, without momentum, they are the ranks' mean:
-    local SGD (1805.09767). With --fragments a part is exchanged at a time, in turn, and with --delay while
-    training goes on (Streaming DiLoCo, 2501.18512). Each optimizer sees 1/N of a batch, so losses are not
-    single.py's, except with --inner-steps 1 --outer-lr 1 --optim sgd --clip inf, which is ddp.py.
+    Each of N ranks trains alone, with an optimizer of its own, for H (--inner-steps) steps. Where they
+    started minus where they are, in the mean, is then the gradient of an outer optimizer, SGD with Nesterov
+    momentum, and all ranks go on from the weights it makes (DiLoCo, arXiv 2311.08105). An --outer-lr of 1 or
+    more has no momentum; with 1 these weights are the ranks' mean: local SGD (1805.09767). With --fragments a
+    part is exchanged at a time, in turn, and with --delay training goes on meanwhile (Streaming DiLoCo,
+    2501.18512). Losses are not single.py's, as each optimizer sees 1/N of a batch and keeps its moments to
+    itself, but with --inner-steps 1 --outer-lr 1 --optim sgd --clip inf, which is ddp.py.
 
 Memory (bytes; P parameters; m a number that the optimizers see: max(w, 4))
-    parameters    (w+c+m)P    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4; m an outer one
-    gradients     mP          an outer one comes when the inner one has gone; a fragment's more if delayed
-    optimizer     (K+o)P      K the inner moments: AdamW 2m, SGD 0; o the outer momentum: m, or 0
+    parameters    (w+c+m)P    w a weight: fp32 4, bf16 2, fp64 8; c a copy: bf16 4, else 0; m an outer weight
+    gradients     mP          outer ones exist when inner ones are freed; a fragment's beside them if delayed
+    optimizer     (K+o)P      K the inner moments: AdamW 2m, SGD 0; o the outer momentum: m, or none: 0
 
 Communication (above: one fragment; below: two, A and B, with --delay)
     compute | H steps                 |          | H steps                 |          | H steps
@@ -48,14 +49,14 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 
 
 class DiLoCo:
-    """Exchanges what an optimizer steps: call step() after each of its steps, average() after the last.
+    """Exchanges what an optimizer steps: call step() after each optimizer.step(), average() at the end.
 
-    params, of one dtype, become views of one flat vector, cut into fragments. Every inner_steps / fragments
-    steps one starts to travel, and `delay` steps later is mixed in. All ranks start with rank 0's weights."""
+    params, of one dtype, become views of one flat vector, cut into fragments. Each fragment starts to travel
+    once in inner_steps, and is mixed in `delay` steps later. All ranks start with rank 0's weights."""
 
     def __init__(self, params, inner_steps, outer_lr=0.7, outer_momentum=0.9, fragments=1, delay=0):
-        if inner_steps % fragments or delay >= inner_steps // fragments:
-            raise ValueError("inner_steps must be a multiple of fragments, and delay less than their ratio")
+        if inner_steps % fragments or not 0 <= delay < inner_steps // fragments:
+            raise ValueError("inner_steps must be a multiple of fragments, delay less than the quotient")
         params = list(params)
         flat_param = nn.utils.parameters_to_vector(params).detach()
         dist.broadcast(flat_param, 0)
@@ -72,16 +73,16 @@ class DiLoCo:
     def step(self):
         self.steps += 1
         exchanges, steps_since = divmod(self.steps, self.interval)
-        if exchanges and steps_since == 0:
+        if steps_since == 0:
             self.start_reduce((exchanges - 1) % len(self.outer))
-        if exchanges and steps_since == self.delay:
+        if self.reduce_work and steps_since == self.delay:
             self.finish_reduce()
 
     @torch.no_grad()
     def start_reduce(self, i):
         """Start to all-reduce how far the ranks have moved a fragment: the outer gradient."""
         self.fragment = i
-        self.outer[i].grad = self.outer[i] - self.inner[i]  # downhill is minus the gradient
+        self.outer[i].grad = self.outer[i] - self.inner[i]  # start minus now: SGD then steps towards now
         self.reduce_work = dist.all_reduce(self.outer[i].grad, async_op=True)
 
     @torch.no_grad()
@@ -106,7 +107,7 @@ class DiLoCo:
 
 
 class Masters:
-    """`params` are stepped and exchanged: a module's, or fp32 copies of bf16 ones (1910.02054, 3.1)."""
+    """`params`, to be stepped and exchanged: a module's, or fp32 copies of bf16 ones (1910.02054, 3.1)."""
 
     def __init__(self, module):
         self.weights = list(module.parameters())
@@ -135,10 +136,10 @@ def train(config):
     masters = Masters(model)
     optimizer = OPTIMIZERS[config.optim](masters.params, lr=config.lr, fused=True)
     momentum = 0.9 if config.outer_lr < 1 else 0
-    outer = config.outer_lr, momentum
-    diloco = DiLoCo(masters.params, config.inner_steps, *outer, config.fragments, config.delay)
+    rhythm = {"inner_steps": config.inner_steps, "fragments": config.fragments, "delay": config.delay}
+    diloco = DiLoCo(masters.params, outer_lr=config.outer_lr, outer_momentum=momentum, **rhythm)
     for step in range(1, config.steps + 1):
-        steps = (step - 1) % config.inner_steps + 1  # since the last line
+        steps = (step - 1) % config.inner_steps + 1  # since the last printed line
         if steps == 1:
             started = time.perf_counter()
             sums = torch.zeros(2, dtype=torch.float64, device=device)

@@ -2,16 +2,16 @@
 
 Idea
     Of 2N stages rank i has stages i and 2N-1-i. A microbatch goes down to the last rank, turns there without
-    a message, and comes up to rank 0, which so has the loss. B goes the same way back: it ends where it began
-    (on rank 0), and all ranks hold as much. With 1F1B's memory, and W as in zero_bubble.py, none ever idles:
-    ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV (half of the DualPipe of DeepSeek-V3, arXiv
-    2412.19437) puts an F beside each B of the other stage: on GPUs one may compute while the other sends.
+    a message, and comes up to rank 0, which computes the loss. B retraces the path. All ranks hold equally
+    many activations, as many as 1F1B's first rank, and with W as in zero_bubble.py no rank idles between its
+    first action and its last, if F = B = W: ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV (half
+    of DualPipe, arXiv 2412.19437, 3.2.1) puts an F beside each B of the other stage: GPUs may overlap them.
 
 Memory (bytes; R the largest rank's parameters, at least P/N; other letters: single.py)
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight on rank i, in stages, halves of a rank: zb-v min(2k,k+i+1,2N), dualpipe-v min(2k,k+i+1,2N+1).
+    In flight on rank i, in both stages: zb-v min(2k,k+i+1,2N), dualpipe-v min(2k,k+i+1,2N+1); k microbatches.
 
 Communication (zb-v, 4 ranks, the first turns; small letters: the stage on the way up; . is idle)
     rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 F7 B0 W0 f4 b4 w4 B1 W1 f5 b5 w5
@@ -23,14 +23,14 @@ Costs (bytes that the busiest rank sends in a step of k microbatches)
     send          min(4,2N-2)kwbsh             twice what zero_bubble.py sends: there are twice as many stages
     The tie costs nothing: rank 0 has both the embedding and the head.
     Bubble, if F = B = W and k >= 2N: zb-v 0, dualpipe-v N-1 of 6k+N-1 turns, from a rank's first action to
-    its last. If an F beside a B is one action: (N-1)(F&B+B-3W), as published, where a B is a whole backward.
+    its last. As published: (N-1)(F&B+B-3W), F&B the time of such a pair as one action, B a whole backward.
 
 Run
     torchrun --nproc_per_node=2 pipeline_v.py --accum 8
     torchrun --nproc_per_node=8 pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    What zero_bubble.py leaves out. F and B at the same time. Other than two stages on a rank.
+    All that zero_bubble.py leaves out; overlapping F with B; more than two stages on a rank.
 """
 
 import argparse
@@ -250,7 +250,7 @@ class Pipeline(nn.Module):
             self.turned[op] = tensor
             return
         if self.like[0] is None:  # rank 0's first output, for which the others wait above
-            self.like[0] = tensor.to("meta")
+            self.like[0] = tensor.contiguous().to("meta")
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         if tensor.shape != self.like[0].shape:
             raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")

@@ -212,7 +212,7 @@ class Pipeline(nn.Module):
 
     def _send(self, op, stage, tensor):
         if self.like[0] is None:  # rank 0's first output, for which the others wait above
-            self.like[0] = tensor.to("meta")
+            self.like[0] = tensor.contiguous().to("meta")
             dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         if tensor.shape != self.like[0].shape:
             raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")
