@@ -21,7 +21,10 @@ Memory
     full          2sbh                                                     2sbh/t (as blocks enter split)
     and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head (with --attention fused, at most
     1024 tokens in place of sb in the second term: fusion.py) and what a layer computes again.
-    Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight.
+    Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight, in
+    --schedule zb-v (2401.10241, 6) up to p on each rank; its first rank has both ends. Idle, if F = B = W:
+    1f1b          (p-1)/(m + p-1)
+    zb-v          0 for 2p microbatches and more, else n/(6m + n) with n = 2p-1-m
 
 Communication
     A rank's bytes per step on a ring, with w = 2 or 4 bytes a number and k microbatches (--accum):
@@ -33,7 +36,7 @@ Communication
                   + 2w(P/F)(N-F)/N an all-reduce of shards, across hosts if F are the GPUs of one
     tensor        8wbsh(t-1)/t     a layer and microbatch; 4 more with full, which runs forward again, 2 more
                                    with --sequence-parallel, which in backward gathers again what it split
-    pipeline      wbsh             forward, and backward, over each boundary for each microbatch
+    pipeline      wbsh             forward, and backward, over each boundary for each microbatch; zb-v twice
     context       2wbsh(3C-2)/C    a layer and microbatch of ring attention on --cp C ranks
     experts       4wkbsh(N-1)/N    a layer with --experts on N ranks, --top-k k, and microbatch, in the mean
     offload       2wP/N            between a GPU and its host; with --params wP/N down, (2P - two units)w/N up
@@ -46,12 +49,10 @@ Run
 Left out
     What is whole for a moment, two units and the embedding (at --size 7.5b 1.4 GB in zero2.py). What CUDA and
     NCCL take. What tensor parallelism sends for embedding, head and loss. Time. ZeRO-2 and 3 with tensor and
-    pipeline parallelism, other schedules than 1F1B (idle: zero_bubble.py; pipeline_v.py's ZB-V not from
-    2p microbatches on, for twice the messages), experts and offload in the table.
+    pipeline parallelism, other schedules (zero_bubble.py), experts and offload in the table.
 """
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -63,7 +64,8 @@ Shape = namedtuple("Shape", ("layers", "heads", "hidden", "seq", "vocab"))
 BYTES = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}  # of a parameter, of its gradient, in the optimizer
 RECOMPUTE = ("none", "selective", "full")
 NEED_NO_SHAPE = {"recompute": "none", "attention": "flash", "sequence_parallel": False, "cp": 1, "experts": 1}
-NEED_NO_SHAPE["optimizer"] = "adamw"
+NEED_NO_SHAPE |= {"optimizer": "adamw", "schedule": "1f1b"}
+STAGES_OF_A_RANK = {"1f1b": 1, "zb-v": 2}
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
@@ -126,8 +128,8 @@ def activations(
     kept, whole = (layer_activations(shape, batch, policy, *how) for policy in (recompute, "none"))
     numbers = batch * shape.seq * shape.hidden // (tensor if sequence_parallel else 1)
     head = 2 * width * numbers + 4 * min(batch * shape.seq, chunk) * -(-shape.vocab // tensor)
-    peak = max(whole - kept, ends[1] * head)  # a layer computed again, or the loss
-    return in_flight * (shape.layers * kept + ends[0] * numbers) + peak
+    # What is there for a moment: a layer that is recomputed, or the loss.
+    return in_flight * (shape.layers * kept + ends[0] * numbers) + max(whole - kept, ends[1] * head)
 
 
 def wire(stage, params, ranks, microbatches=1, width=2):
@@ -161,11 +163,6 @@ def mixture(dense, mixtures, mlp, width, experts, top_k):
     return [dense + routers + mixtures * mlp * (number - 1) for number in (experts, top_k)]
 
 
-def capacity(tokens, experts, top_k, factor=1.0):
-    """Tokens that an expert takes (GShard, arXiv 2006.16668)."""
-    return max(math.ceil(tokens / experts * top_k * factor), 4)
-
-
 def dispatch_wire(shape, batch, ranks, top_k, width=2, microbatches=1):
     """Bytes that a rank sends per step in the mean, to experts in every other layer, and back."""
     rows = (shape.layers + 1) // 2 * microbatches * batch * shape.seq * top_k
@@ -193,7 +190,8 @@ def whole_model(shape):
 
 def replica(job, tensor, pipeline, stage):
     """(parameters, bytes of activations, bytes sent per step within the replica) of a rank in a stage."""
-    shape, batch, ends = job.shape, job.micro_batch, (stage == 0, stage == pipeline - 1)
+    shape, batch, stages = job.shape, job.micro_batch, STAGES_OF_A_RANK[job.schedule]
+    ends = stage == 0, stage == (pipeline - 1 if stages == 1 else 0)
     if not shape:
         return job.params, None, 0
     own = shape._replace(layers=(shape.layers + stage) // pipeline)
@@ -201,15 +199,24 @@ def replica(job, tensor, pipeline, stage):
     params = -(-params * job.params // whole_model(shape))  # --params may differ from the closed form
     width, microbatches = BYTES[job.precision][0], job.accum * tensor * pipeline * job.cp
     around = context_wire(own, batch, job.cp, width, microbatches) // tensor
-    own, shape = own._replace(seq=own.seq // job.cp), shape._replace(seq=shape.seq // job.cp)
+    own = own._replace(seq=own.seq // job.cp)
     how = job.recompute, tensor, job.sequence_parallel, width
-    in_flight = min(microbatches, pipeline - stage)  # in 1F1B (arXiv 2104.04473, section 2.2)
+    in_flight = min(microbatches, pipeline - stage * (stages == 1))  # arXiv 2104.04473, section 2.2
     chunk = 1024 if job.attention == "fused" else math.inf
     kept = activations(own, batch, *how, job.attention != "math", in_flight, ends, chunk)
-    message = width * batch * shape.seq * shape.hidden // (tensor if job.sequence_parallel else 1)
-    sent = tensor_wire(own, batch, *how, microbatches) + microbatches * message * ends.count(False)
+    message = width * batch * own.seq * own.hidden // (tensor if job.sequence_parallel else 1)
+    message *= len({0, pipeline - 1} - {stage}) * stages
+    sent = tensor_wire(own, batch, *how, microbatches) + microbatches * message
     tied = width * shape.hidden * -(-shape.vocab // tensor)  # first and last stage add up its gradients
     return params, kept, sent + around + tied * (ends[0] != ends[1])
+
+
+def idle(schedule, pipeline, microbatches):
+    """Share of a step that the rank that works longest is idle, with `pipeline` microbatches or more."""
+    turns = 6 * (pipeline - 1)  # of F, B or W in half of a rank's layers
+    if schedule == "zb-v":
+        turns = max(2 * pipeline - 1 - microbatches, 0)
+    return turns / (6 * microbatches + turns)
 
 
 def row(job, zero, tensor=1, pipeline=1, shard=None):
@@ -226,12 +233,12 @@ def row(job, zero, tensor=1, pipeline=1, shard=None):
         sent += hybrid or wire(zero, params, data, microbatches, width)
         ranks.append(held | {"sum": sum(filter(None, held.values())), "sent_per_step": sent})
     size = max(ranks, key=lambda rank: rank["sum"])
-    size = size | {"sent_per_step": max(rank["sent_per_step"] for rank in ranks)}
+    size |= {"sent_per_step": max(rank["sent_per_step"] for rank in ranks)}
     name = STAGES[zero] if tensor * pipeline == 1 else f"t{tensor} x p{pipeline} x d{data}"
     name = f"HSDP {shard}" if shard else name
     found = {"strategy": name, "zero": zero, "tensor": tensor, "pipeline": pipeline, "data": data}
-    found |= {"recompute": job.recompute, "idle": (pipeline - 1) / (microbatches + pipeline - 1)}
-    return found | {"bytes": size, "fits": size["sum"] <= job.gpu_gb * 1e9}
+    found |= {"recompute": job.recompute, "idle": idle(job.schedule, pipeline, microbatches), "bytes": size}
+    return found | {"fits": size["sum"] <= job.gpu_gb * 1e9}
 
 
 def replicas(job):
@@ -256,7 +263,8 @@ def meshes(job):
         math.gcd(job.gpus // job.cp, min(job.gpus, job.gpus_per_node), job.shape.heads, tokens)
     )
     pairs = ((t, p) for t in tensors for p in divisors(job.gpus // job.cp // t) if t * p > 1)
-    return [row(job, 1, t, p) for t, p in pairs if p <= job.shape.layers]
+    deepest = job.shape.layers // STAGES_OF_A_RANK[job.schedule]
+    return [row(job, 1, t, p) for t, p in pairs if p <= deepest]
 
 
 def cheapest(rows):
@@ -290,10 +298,9 @@ def advise(jobs):
             size = f"{giga(best['bytes']['sum'])} GB fit, and nothing that fits sends less"
             return best, f"Take {best['strategy']}{flags}: {size}."
     last = replicas(tried[-1])[-1]
-    size = last["bytes"]
-    why = f"{last['strategy']} needs {giga(size['sum'])} GB"
-    why += f", of it {giga(size['activations'])} for activations"
-    return None, f"Nothing fits: {why} with --recompute {tried[-1].recompute}."
+    needs = f"{last['strategy']} needs {giga(last['bytes']['sum'])} GB"
+    kept = f"{giga(last['bytes']['activations'])} for activations"
+    return None, f"Nothing fits: {needs}, of it {kept} with --recompute {tried[-1].recompute}."
 
 
 def giga(size):
@@ -305,33 +312,35 @@ def giga(size):
 
 def cells(row):
     """What the table shows of a row."""
-    yield row["strategy"]
-    yield from map(giga, row["bytes"].values())
-    yield from ("yes" if row["fits"] else "no", f"{row['idle']:.0%}")
+    sizes = map(giga, row["bytes"].values())
+    return row["strategy"], *sizes, "yes" if row["fits"] else "no", f"{row['idle']:.0%}"
 
 
 TITLES = ("parameters", "gradients", "optimizer", "activations", "     sum", "sent/step", "fits", "idle")
-MESHES = "t x p x d: tensor x 1F1B pipeline x data (ZeRO-1), the four that fit and send least"
+MESHES = "t x p x d: tensor x pipeline x data (ZeRO-1), the four that fit and send least"
 NO_SHAPE = "-: activations need a shape (--size, or --layers --heads --hidden --seq --vocab)"
 
 
 def show(jobs, tables, advice):
     """Print a table for each job, what its words mean, and the advice."""
     job, sizes = jobs[0], " + ".join(map(str, BYTES[jobs[0].precision]))
-    batch = f"{job.micro_batch * job.accum * job.gpus} = {job.micro_batch} x {job.accum} x {job.gpus} GPUs"
-    gpus = f"{job.gpus} GPU{'s'[: job.gpus - 1]} of {giga(job.gpu_gb * 1e9)} GB"
-    model = f"{giga(job.params)} G parameters | {job.precision}: {sizes} bytes each"
-    print(f"plan | {model} | {gpus} | batch {batch} | checkpoint {giga(12 * job.params)} GB")
+    print(
+        f"plan | {giga(job.params)} G parameters | {job.precision}: {sizes} bytes each"
+        f" | {job.gpus} GPU{'s'[: job.gpus - 1]} of {giga(job.gpu_gb * 1e9)} GB"
+        f" | batch {job.micro_batch * job.accum * job.gpus} = {job.micro_batch} x {job.accum} x"
+        f" {job.gpus} GPUs | checkpoint {giga(12 * job.params)} GB"
+    )
     for job, rows in zip(jobs, tables):
         how = f", recompute {job.recompute}" if job.shape else ""
         for name, *line in [f"GB{how}", *TITLES], *map(cells, rows):
             print(f"{name:<24}" + "".join(f"  {x:>{len(title)}}" for title, x in zip(TITLES, line)))
     if job.shard:
         sent = hybrid_wire(job.params, job.gpus, job.shard, job.accum, BYTES[job.precision][0])
-        print("HSDP {}: {} GB sent/step among its GPUs, {} GB to others".format(job.shard, *map(giga, sent)))
+        within, across = map(giga, sent)
+        print(f"HSDP {job.shard}: {within} GB sent/step among its GPUs, {across} GB to others")
     if job.inner_steps > 1:
-        sizes = map(giga, local_steps(job.params, job.gpus, job.inner_steps, job.precision))
-        print("diloco.py: {} GB and activations on a GPU, {} GB sent/step in the mean".format(*sizes))
+        held, sent = map(giga, local_steps(job.params, job.gpus, job.inner_steps, job.precision))
+        print(f"diloco.py: {held} GB and activations on a GPU, {sent} GB sent/step in the mean")
     if job.experts > 1:
         print(with_experts(job))
     if job.shape:
@@ -385,6 +394,7 @@ def parse(arguments=None):
         help="math stores scores; fused few logits (fusion.py)",
     )
     add("--optimizer", default="adamw", choices=("adamw", "muon"), help="muon: of the matrices (muon.py)")
+    add("--schedule", default="1f1b", choices=STAGES_OF_A_RANK, help="of pipelines (pipeline_v.py)")
     add("--inner-steps", type=int, default=1, help="from an exchange to the next (diloco.py)")
     add("--recompute", default="none", choices=(*RECOMPUTE, "all"), help="activations, in backward")
     add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
@@ -392,10 +402,10 @@ def parse(arguments=None):
     add("--experts", type=int, default=1, help="in every other layer (expert_parallel.py)")
     add("--top-k", type=int, default=2, help="experts of a token")
     add("--json", type=argparse.FileType("w"), help="file for it, in bytes ('-': stdout, without the table)")
+    size = SIZES.get(parser.parse_args(arguments).size, ())
+    parser.set_defaults(**dict(zip(Shape._fields, size)))
     job = parser.parse_args(arguments)
-    given = {name: vars(job).pop(name) for name in Shape._fields}
-    size = dict(zip(given, SIZES.get(job.size, ())))
-    job.shape = Shape(*(size.get(name) if value is None else value for name, value in given.items()))
+    job.shape = Shape(*(vars(job).pop(name) for name in Shape._fields))
     for problem in find_problems(job):
         refuse(problem)
     job.shape = job.shape if all(job.shape) else None
@@ -420,8 +430,7 @@ def find_problems(job):
     if any(shape) and names:
         yield f"{names}: missing beside the rest of the shape; or take a --size"
     elif names and not NEED_NO_SHAPE.items() <= vars(job).items():
-        flags = "--recompute, --attention, --optimizer, --sequence-parallel, --cp and --experts"
-        yield f"{names}: missing; {flags} need it"
+        yield f"{names}: missing; {', '.join(NEED_NO_SHAPE).replace('_', '-')} need it"
     elif names and not job.params:
         yield f"--params: missing; say how many, or take a --size, or give all of {names}"
     elif not names and (job.gpus % job.cp or shape.seq % job.cp):
@@ -439,7 +448,7 @@ def plan(job):
     shown = [all[:first] + cheapest(all[first:])[:4] for all in rows]
     best, why = advise(jobs)
     result = vars(job) | {"shape": job.shape and job.shape._asdict(), "json": None, "take": best, "why": why}
-    result["rows"] = list(itertools.chain(*rows))
+    result["rows"] = [row for table in rows for row in table]
     if job.json:
         print(json.dumps(result), file=job.json)
     if job.json is not sys.stdout:
