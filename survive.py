@@ -1,0 +1,430 @@
+"""Survive: a rank dies, and the others redo the step without it.
+
+Idea
+    Replicas as in ddp.py, in workers of a launcher that holds their store. A step is proposed, computed, and
+    committed when all members of an epoch have the summed gradient and have voted; then each takes it. If one
+    dies or hangs it is aborted, before a weight has changed: who is left answers for the next epoch, whose
+    members are the first list that the store gets, and redoes the step, its batch divided anew: losses and
+    weights are single.py's. Compare-and-set decides each question once (two-phase commit, Gray 1978).
+
+Memory (bytes; P parameters, N members)
+    parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     (w+c)P
+    optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
+
+Communication (v: votes in the store; worker 2 dies; the last attempt is epoch 2's, of workers 0 and 1)
+    worker 0, 1 | compute 3 | all-reduce v step | compute 4 | all-reduce: abort | answer, connect | compute 4
+    worker 2    | compute 3 | all-reduce v step | compute 4 | dies
+
+Costs (bytes that a rank of a ring sends in a step)
+    all-reduce    2wP(N-1)/N    and when an epoch begins (w+c+K)P to each member
+
+Run
+    python survive.py --workers 4 --kill 1@5 2@9:vote --join 12
+    python survive.py --workers 4 --size small --steps 200    and kill -9, -STOP or -CONT what it names
+    torchrun --nproc_per_node=8 survive.py                    without votes: a death ends torchrun's job
+
+Left out
+    Overlap and buckets (ddp.py); shards, of which a dead rank's would need a copy. A launcher on each of
+    several hosts, and a store that outlives its host. Over NCCL a lost rank raises no error: a watchdog ends
+    the process (unless TORCH_NCCL_ASYNC_ERROR_HANDLING=0), and groups are to be aborted before destroyed.
+"""
+
+import argparse
+import copy
+import multiprocessing.connection
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._utils import _unflatten_dense_tensors as unflatten
+
+
+class Members:
+    """The workers that take steps together, as agreed on through a store that outlives each of them.
+
+    Each epoch has members and a process group. Workers write under their epoch's number: one that hung, was
+    left out, and wakes, disturbs nobody. Without a store nobody votes. config: see parse()."""
+
+    def __init__(self, config, store=None, worker=0, backend="gloo"):
+        self.config = config
+        self.store = store
+        self.worker = worker  # its number, for good; its rank may change
+        self.backend = backend
+        self.timeout = timedelta(seconds=config.timeout)
+        self.members = list(range(config.workers))  # those whose answers the next epoch waits for
+        self.epoch = 0
+        self.state = [1]  # the first member's: its step, and what reform() was given
+
+    def attempt(self, step, communicate, *arguments):
+        """Whether communicate(*arguments) has ended well on all members. Else call reform()."""
+        if self.store is None:
+            communicate(*arguments)
+            return True
+        key = f"{self.epoch}/{step}"
+        try:
+            if self.worker == self.members[0]:
+                self.store.set(f"{self.epoch}/now", str(step))
+            self.reach(step)
+            communicate(*arguments)
+            votes = self.store.add(f"{key}/votes", 1)
+            self.reach(step, ":vote")
+            if votes == len(self.members):
+                self.store.compare_set(key, "", "committed")
+            self.store.wait([key], self.timeout)
+        except RuntimeError:  # a member is dead, or hangs
+            self.store.compare_set(key, "", "aborted")  # if nothing is decided yet
+        return self.store.get(key) == b"committed"
+
+    def reform(self, step, *parts):
+        """Begin epochs until one has formed: its members are connected, and newcomers have parts' states."""
+        started = time.perf_counter()
+        before = self.members
+        self.state = [step, *(part.state_dict() for part in parts)]
+        while not (self.agree(step) and self.attempt(0, self.connect)):  # a step before all others
+            if self.worker not in self.members:
+                sys.exit(f"survive.py: worker {self.worker} is out: epoch {self.epoch} began without it")
+        if self.epoch > 1 and dist.get_rank() == 0:
+            took = time.perf_counter() - started
+            print(f"epoch {self.epoch} | {before} -> {self.members} in {took:.2f} s | step {step} again")
+
+    def agree(self, step):
+        """Answer for the next epoch, and propose those who have. Returns whether this worker is a member."""
+        if dist.is_initialized():
+            dist.destroy_process_group()  # on which those would wait that are not connected to the dead
+        self.epoch += 1
+        self.store.append(f"{self.epoch}/answers", f"{self.worker} ")
+        self.reach(step, ":reform")
+        deadline = time.monotonic() + (self.config.timeout if self.epoch > 1 else 300)  # until all start
+        dead = answers = set()
+        while set(self.members) - dead - answers and time.monotonic() < deadline:
+            time.sleep(0.01)
+            dead = {worker for worker in self.members if self.store.check([f"dead/{worker}"])}
+            answers = set(map(int, self.store.get(f"{self.epoch}/answers").split()))
+        members = self.store.compare_set(f"{self.epoch}/members", "", " ".join(map(str, answers - dead)))
+        self.members = sorted(map(int, members.split()))
+        return self.worker in self.members
+
+    def connect(self):
+        """Make the epoch's process group, and hand the first member's state to all."""
+        store = dist.PrefixStore(f"{self.epoch}/group", self.store)
+        rank = self.members.index(self.worker)
+        dist.init_process_group(self.backend, None, self.timeout, len(self.members), rank, store)
+        states = [self.state]
+        dist.broadcast_object_list(states)
+        self.state = states[0]
+        if self.state is None or len(self.members) < self.config.min_workers:
+            sys.exit(1 if rank else f"survive.py: workers {self.members} are too few, or have no weights")
+
+    def enter(self, step):
+        """A newcomer's way in, from this step on: answer for the next epoch, then abort the present step."""
+        self.state = None
+        entered = False
+        while not entered:
+            time.sleep(0.001)
+            self.epoch, self.members, now = look(self.store)
+            if now >= step or self.worker in self.members:  # if it has entered an epoch that did not form
+                self.store.append(f"{self.epoch + 1}/answers", f"{self.worker} ")
+                aborted = self.store.compare_set(f"{self.epoch}/{now}", "", "aborted") == b"aborted"
+                entered = aborted and self.agree(now) and self.attempt(0, self.connect)
+
+    def reach(self, step, phase=""):  # for --kill
+        if f"{self.worker}@{step}{phase}" in self.config.kill:
+            signal.raise_signal(signal.SIGKILL)
+
+
+def look(store):
+    """(the last epoch, its members, the step that they attempt)."""
+    epoch = 0  # of nobody
+    while store.check([f"{epoch + 1}/members"]):
+        epoch += 1
+    members = sorted(map(int, store.get(f"{epoch}/members").split()))
+    return epoch, members, store.add(f"{epoch}/now", 0)
+
+
+def flatten_grads(module):
+    """Make all gradients views of one vector, zero at first, to which backward then adds. Returns it."""
+    params = list(module.parameters())
+    flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
+    for param, view in zip(params, unflatten(flat_grad, params)):
+        param.grad = view
+    return flat_grad
+
+
+def backward(config, model, batches):
+    """Add the gradient of this rank's part of the batch. Returns the part's share of the mean loss."""
+    loss = torch.zeros((), dtype=torch.float64, device=model.norm.weight.device)
+    for batch in batches:
+        inputs, targets = (part.tensor_split(dist.get_world_size())[dist.get_rank()] for part in batch)
+        if len(inputs):  # (b, s), where b may differ among ranks
+            # Each loss is a mean: weigh it by its sequences, so that their sum is the batch's mean.
+            microloss = mean_loss(model(inputs), targets) * len(inputs) / config.batch
+            microloss.backward()
+            loss += microloss.detach()
+    return loss
+
+
+def all_reduce(*tensors):
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+
+
+def train(config, members=None):
+    """As one of launch()'s workers, which these members are; or under torchrun."""
+    members = members or Members(config)
+    device, text = set_up(config, f" | timeout {config.timeout:g}")
+    masters = GPT(config).to(device, DTYPES[config.dtype])
+    if config.dtype == "bf16":
+        masters.float()  # what the optimizer steps (arXiv 1910.02054, 3.1)
+    optimizer = OPTIMIZERS[config.optim](masters.parameters(), lr=config.lr, fused=True)
+    step, *states = members.state
+    for part, state in zip((masters, optimizer), states):
+        part.load_state_dict(state)
+    model = copy.deepcopy(masters).bfloat16() if config.dtype == "bf16" else masters
+    flat_grad = flatten_grads(model)
+    while step <= config.steps:
+        started = time.perf_counter()
+        members.reach(step, ":forward")
+        flat_grad.zero_()  # what an aborted attempt has left
+        loss = backward(config, model, microbatches(config, text, step, device))
+        if members.attempt(step, all_reduce, flat_grad, loss):
+            grad_norm = take_step(model, masters, optimizer, config.clip)
+            print_step(config, step, loss, grad_norm, started)
+            step += 1
+        else:
+            members.reform(step, masters, optimizer)
+    while not members.attempt(step, save, config, model):
+        members.reform(step, masters, optimizer)
+
+
+@torch.no_grad()
+def take_step(model, masters, optimizer, max_norm):
+    """Returns the gradient's norm before clipping."""
+    for weight, master in zip(model.parameters(), masters.parameters()):
+        master.grad = weight.grad.to(master.dtype)
+    grad_norm = nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
+    optimizer.step()
+    torch._foreach_copy_(list(model.parameters()), list(masters.parameters()))
+    return grad_norm
+
+
+def save(config, model):
+    if config.save and dist.get_rank() == 0:
+        save_weights(model.state_dict(), config.save)
+
+
+def work(config, worker, port):
+    """A worker's process."""
+    os.environ |= {"RANK": str(worker), "LOCAL_RANK": str(worker), "WORLD_SIZE": str(config.workers)}
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    backend = "nccl" if gpus >= config.workers + len(config.join) else "gloo"
+    try:
+        members = Members(config, dist.TCPStore("localhost", port), worker, backend)
+        if worker < config.workers:
+            members.reform(1)
+        else:
+            members.enter(config.join[worker - config.workers])
+        train(config, members)
+    except dist.DistNetworkError:
+        sys.exit(f"survive.py: worker {worker} ends, as the launcher is gone")
+
+
+def launch(config):
+    """Start the workers, hold their store, and tell it of deaths. Returns the exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store.set("0/members", "")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])  # or each would take seconds
+    running = {}  # {what tells of its end: (worker, process)}
+    for worker in reversed(range(config.workers + len(config.join))):  # newcomers first, to be there in time
+        process = context.Process(target=work, args=(config, worker, store.port), daemon=True)
+        process.start()
+        running[process.sentinel] = worker, process
+        print(f"survive | worker {worker} is process {process.pid}", flush=True)
+    try:
+        while running:
+            for sentinel in multiprocessing.connection.wait(list(running)):
+                worker, process = running.pop(sentinel)
+                if process.exitcode in (0, 2):  # the job has ended well, or is refused
+                    return process.exitcode
+                bury(store, worker)
+        return 1
+    finally:
+        for _, process in running.values():
+            process.join(1)
+            process.kill()  # if it hangs
+
+
+def bury(store, worker):
+    """Let nobody wait any longer for a dead worker's answer, or for its vote."""
+    store.set(f"dead/{worker}", "")
+    epoch, members, step = look(store)
+    if worker in members:
+        store.compare_set(f"{epoch}/{step}", "", "aborted")
+
+
+def parse(arguments=None):
+    """The flags, from the command line if no arguments are given."""
+    own = argparse.ArgumentParser(add_help=False)
+    add = own.add_argument
+    add("--workers", type=int, default=1, help="to start (torchrun starts its own)")
+    add("--min-workers", type=int, default=1, help="with fewer the job ends")
+    add("--timeout", type=float, default=10, help="seconds after which a worker that hangs is out")
+    add("--kill", nargs="*", default=[], metavar="R@S[:PHASE]", help="worker R dies at step S")
+    add("--join", nargs="*", default=[], type=int, metavar="S", help="a newcomer enters at step S")
+    config = read_flags(arguments, own, workers=(1, 64), timeout=(0.1, 3600))
+    for kill in config.kill:
+        if not re.fullmatch(r"\d+@\d+(:forward|:vote|:reform)?", kill):
+            refuse(f"--kill {kill}: must be R@S (in the all-reduce), R@S:forward, R@S:vote or R@S:reform")
+    return config
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = ("layers", "heads", "width", "context", "vocab")
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
+DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": argparse.__file__}
+DEFAULTS |= {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}
+HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
+
+
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
+    parser.error = refuse
+    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
+        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
+
+
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    else:
+        time.sleep(5)
+    sys.exit(2)
+
+
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
+    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:
+        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
+        text = bytearray().join(map(Path.read_bytes, files))
+        if len(text) <= config.context:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
+        open(config.save or os.devnull, "ab").close()
+    except OSError as error:
+        refuse(f"--data {config.data} or --save {config.save}: {error}")
+    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+    torch.cuda.set_device(device if gpus else -1)  # -1: none
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if dist.get_rank() == 0:
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
+    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for param in self.parameters():
+            if param.dim() == 2:
+                nn.init.normal_(param, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if dist.get_rank() == 0:
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+def save_weights(state_dict, path):  # at the end, on rank 0
+    try:
+        torch.save(state_dict, path)
+    except (OSError, RuntimeError):
+        refuse(f"--save {path}: cannot be written; is the disk full?")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    config = parse()
+    if config.workers + len(config.join) > 1 and "RANK" not in os.environ:
+        sys.exit(launch(config))
+    train(config)
+    dist.destroy_process_group()
