@@ -73,8 +73,7 @@ class Members:
             return True
         key = f"{self.epoch}/{step}"
         try:
-            if self.worker == self.members[0]:
-                self.store.set(f"{self.epoch}/now", str(step))
+            self.store.set(f"{self.epoch}/now", str(step))
             self.reach(step)
             communicate(*arguments)
             votes = self.store.add(f"{key}/votes", 1)

@@ -1,0 +1,142 @@
+"""survive.py: whoever dies and when, the weights are single.py's; and its votes, in every order of events."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import torch
+
+from tests.harness import ROOT, TEXT, apart, holds, load, mutants, train
+
+SHAPE = (
+    f"--layers 2 --heads 2 --width 16 --context 8 --batch 60 --dtype fp64 --clip 0.5 --lr 0.01 --data {TEXT}"
+)
+PHASES = ("", ":forward", ":vote", ":reform")
+KINDS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+
+
+def check_orders(name):
+    """All orders of events with a death, and a sample of those with members that are late as well."""
+    path = str((ROOT / name).with_suffix(".py"))
+    orders = load("tools/orders")
+    orders.try_every_order(path, deaths=1)
+    orders.try_delays(path)
+
+
+def test_no_order_of_events_with_two_deaths_breaks_a_promise():
+    assert load("tools/orders").try_every_order(str(ROOT / "survive.py"), deaths=2) > 100_000
+
+
+def launched(name, flags, signals=(), code=0):
+    """Launch a job, send signals, (kind, worker, when), and hold that it ends, with single.py's weights."""
+    _, weights = train("single", 1, SHAPE)
+    survive, pids = load(name), {}
+    survive.print = lambda line, **_: pids.update([map(int, re.findall(r"\d+", line))])
+
+    def send(kind, worker):
+        with suppress(ProcessLookupError, KeyError):
+            os.kill(pids[worker], kind)
+
+    with TemporaryDirectory() as folder, mock.patch.dict(sys.modules, survive=survive):
+        with mock.patch.object(sys, "path", [str(Path(survive.__file__).parent), *sys.path]):
+            for kind, worker, when in signals:
+                threading.Timer(when, send, (kind, worker)).start()
+            ended = survive.launch(survive.parse(f"{SHAPE} --save {folder}/w {flags}".split()))
+        assert ended == code, f"exit code {ended}"
+        time.sleep(0.1)
+        assert not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()], "a process is left"
+        assert code or apart(torch.load(f"{folder}/w"), weights) < 1e-10, "weights differ"
+
+
+def check_runs(name):
+    """Deaths in each phase, two at once, unequal shares, a newcomer, and too few."""
+    launched(name, "--workers 4 --kill 1@3 0@5:vote 3@3:reform --join 8 --timeout 1")
+    launched(name, "--workers 5 --kill 2@2:forward 1@2:forward 0@9 --accum 3 --timeout 3")
+    launched(name, "--workers 3 --kill 2@2 --min-workers 3", code=1)
+
+
+def test_a_hundred_random_deaths_leave_single_pys_weights():
+    draw, deaths = random.Random(0), 0
+    while deaths < 100:
+        workers = draw.randint(2, 5)
+        victims = draw.sample(range(workers), draw.randint(1, workers - 1))
+        deaths += len(victims)
+        joins = [str(draw.randint(2, 19)) for _ in range(draw.choice((0, 0, 1, 2)))]
+        flags, signals = ["--join", *joins, "--kill"], []
+        for worker in victims:
+            if draw.random() < 0.5:
+                flags.append(f"{worker}@{draw.randint(1, 20)}{draw.choice(PHASES)}")
+            else:
+                signals.append((draw.choice(KINDS), worker, draw.uniform(0.02, 0.4)))
+        launched("survive", f"--workers {workers} --timeout 1 {' '.join(flags)}", signals)
+
+
+def begin(flags):
+    """A running command, and its workers' processes."""
+    command = [sys.executable, str(ROOT / "survive.py"), *SHAPE.split(), *flags.split()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pids = re.findall(r"worker (\d+) is process (\d+)", read_to("step  *1/", process))
+    return process, {int(worker): int(pid) for worker, pid in pids}
+
+
+def read_to(pattern, process):
+    told = ""
+    while not re.search(pattern, told):
+        line = process.stdout.readline()
+        assert line, f"ended without {pattern!r}: {told}"
+        told += line
+    return told
+
+
+def test_one_that_hangs_is_out_and_when_it_wakes_it_disturbs_nobody(tmp_path):
+    process, pids = begin(f"--workers 3 --timeout 1 --steps 400 --save {tmp_path}/w")
+    os.kill(pids[1], signal.SIGSTOP)
+    read_to(r"epoch 2 \| \[0, 1, 2\] -> \[0, 2\] in .* again", process)
+    os.kill(pids[1], signal.SIGCONT)
+    told, _ = process.communicate(timeout=100)
+    assert (
+        "worker 1 is out: epoch 2 began without it" in told
+        and "step 400/400" in told
+        and "epoch 3" not in told
+    )
+    _, weights = train("single", 1, f"{SHAPE} --steps 400")
+    assert process.returncode == 0 and apart(torch.load(tmp_path / "w"), weights) < 1e-9
+
+
+def test_workers_end_with_their_launcher():
+    process, pids = begin("--workers 3 --steps 100000")
+    process.kill()
+    told, _ = process.communicate(timeout=10)  # until nobody writes any more
+    assert "the launcher is gone" in told and not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+CHECKS = [check_orders, check_runs]
+test_each_promise_is_kept = holds("survive", *CHECKS)
+ABORT = 'self.store.compare_set(key, "", "aborted")  # if nothing is decided yet'
+REDO = "        else:\n            members.reform("
+STEP = "take_step(model, masters, optimizer, config.clip)\n"
+ZERO = "        flat_grad.zero_()  # what an aborted attempt has left\n"
+ATTEMPT = (ROOT / "survive.py").read_text().partition(ZERO)[2].partition(STEP)[0] + STEP
+MUTANTS = [
+    ("set(self.members) - dead - answers and", "not answers and", check_orders, "a living member is left"),
+    (ABORT, 'self.store.set(key, "aborted")', check_orders, "for ever"),
+    (ABORT, f"{ABORT}\n            return False", check_orders, "for ever"),
+    ('key = f"{self.epoch}/{step}"', 'key = f"{step}"', check_orders, "without end"),
+    ("if votes == len(self.members)", "if votes > 1", check_orders, "not all have computed"),
+    ('        store.compare_set(f"{epoch}/{step}", "", "aborted")', "        pass", check_orders, "for ever"),
+    (ZERO + ATTEMPT, f"{ATTEMPT}    {ZERO}", check_runs, "weights differ"),
+    (REDO, REDO.replace("members", f"{STEP}            members"), check_runs, "weights differ"),
+    ("* len(inputs) / config.batch", "/ dist.get_world_size() / config.accum", check_runs, "weights differ"),
+    ("zip((masters, optimizer), states)", "zip((masters,), states)", check_runs, "weights differ"),
+    ("len(self.members) < self.config.min_workers", "False", check_runs, "exit code 0"),
+]  # fmt: skip
+test_a_mutant_is_rejected = mutants(MUTANTS, "survive")
