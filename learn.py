@@ -70,6 +70,8 @@ checkpointing         | Checkpoint.recompute | 20 | forward again, with the rand
 zero_r                | Partitioned.partition Partitioned.start_all_gather | 30 | 1/N of a block's input stays
 fusion                | FlashAttention.forward | 40 | tile by tile, with a running maximum and sum
 resume                | ShardedOptimizer.step | 25 | each rank steps its 1/N
+survive               | Members.agree | 30 | wait for all who are not dead; the first list in the store holds
+survive-share         | len(inputs) / config.batch | 5 | a mean over few sequences counts less
 """
 CATCH = '''"""An assertion that {lesson}.py keeps, and that three hidden mutants of it break."""
 

@@ -15,7 +15,7 @@ cd "$(dirname "$0")"
 # In reading order.
 LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 hsdp muon diloco offload
     tensor_parallel sequence_parallel context_parallel expert_parallel pipeline zero_bubble
-    pipeline_v parallel_3d checkpointing zero_r fusion resume)
+    pipeline_v parallel_3d checkpointing zero_r fusion resume survive)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 

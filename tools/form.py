@@ -38,11 +38,12 @@ LESSONS = {
     "zero_r.py": (380, 1900),
     "fusion.py": (380, 1900),
     "resume.py": (380, 1900),
+    "survive.py": (430, 2100),
 }
 # Whoever adds a feature to these takes one away, or makes its case here.
 OTHERS = {
     "learn.py": (400, 3400),
-    "tools/promises.py": (260, 2300),
+    "tools/promises.py": (285, 2600),
     "plan.py": (480, 3900),
     "test_all.py": (600, 5500),
     "README.md": (190, 9999),

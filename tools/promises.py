@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ import zlib
 from pathlib import Path
 
 import ledger
+import orders
 import torch
 import torch._dynamo  # else every rank's optimizer loads it, in a second
 import torch.distributed as dist
@@ -173,6 +175,8 @@ def promises(path, lesson):
         )
         yield f"{where}: gradient norms are the plain loop's", norms
         yield f"{where}: weights are the plain loop's", differ_in(found["weights"], expected["weights"])
+    if lesson == "survive":
+        yield from survives(path, run(*plain_of(lesson), 1, "--accum 3 --steps 12")["weights"])
     expected = run(str(ROOT / f"{lesson}.py"), lesson, *last)
     for part, column in (("held", "measured"), ("sent", "wire")):
         for name in sorted(expected[part].keys() | found[part].keys()):
@@ -183,6 +187,25 @@ def promises(path, lesson):
     problem = f"{found['hidden']} matrix products while something travels, of {expected['hidden']}"
     hides = found["hidden"] >= expected["hidden"] / 2
     yield f"{where}: communication hides behind computation", None if hides else problem
+
+
+def survives(path, weights):
+    """The promises of survive.py alone."""
+    problem = None
+    try:
+        orders.try_every_order(path, 1)
+        orders.try_delays(path)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    yield "with a death at any moment: nobody waits for ever, no step counts twice or by halves", problem
+    flags = f"{FLAGS} --workers 4 --steps 12 --kill 1@3 0@6:vote --join 9 --accum 3 --timeout 2".split()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, path, *flags, "--save", f"{folder}/weights"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        problem = f"exit code {ended.returncode}" if ended.returncode else None
+        yield "workers die, a newcomer enters: the job ends well", problem
+        problem = differ_in(torch.load(f"{folder}/weights"), weights)
+        yield "workers die, a newcomer enters: weights are the plain loop's", problem
 
 
 def differ(word, found, expected):
