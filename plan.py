@@ -430,7 +430,7 @@ def find_problems(job):
     if any(shape) and names:
         yield f"{names}: missing beside the rest of the shape; or take a --size"
     elif names and not NEED_NO_SHAPE.items() <= vars(job).items():
-        yield f"{names}: missing; {', '.join(NEED_NO_SHAPE).replace('_', '-')} need it"
+        yield f"{names}: missing; --{', --'.join(NEED_NO_SHAPE).replace('_', '-')} need it"
     elif names and not job.params:
         yield f"--params: missing; say how many, or take a --size, or give all of {names}"
     elif not names and (job.gpus % job.cp or shape.seq % job.cp):

@@ -277,12 +277,12 @@ def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     add = own.add_argument
-    add("--workers", type=int, default=1, help="to start (torchrun starts its own)")
+    add("--workers", type=int, default=0, help="to start, without torchrun")
     add("--min-workers", type=int, default=1, help="with fewer the job ends")
     add("--timeout", type=float, default=10, help="seconds after which a worker that hangs is out")
     add("--kill", nargs="*", default=[], metavar="R@S[:PHASE]", help="worker R dies at step S")
     add("--join", nargs="*", default=[], type=int, metavar="S", help="a newcomer enters at step S")
-    config = read_flags(arguments, own, workers=(1, 64), timeout=(0.1, 3600))
+    config = read_flags(arguments, own, workers=(0, 64), timeout=(0.1, 3600))
     for kill in config.kill:
         if not re.fullmatch(r"\d+@\d+(:forward|:vote|:reform)?", kill):
             refuse(f"--kill {kill}: must be R@S (in the all-reduce), R@S:forward, R@S:vote or R@S:reform")
@@ -423,7 +423,7 @@ def save_weights(state_dict, path):  # at the end, on rank 0
 
 if __name__ == "__main__":
     config = parse()
-    if config.workers + len(config.join) > 1 and "RANK" not in os.environ:
+    if config.workers and "RANK" not in os.environ:
         sys.exit(launch(config))
     train(config)
     dist.destroy_process_group()
