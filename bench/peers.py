@@ -59,6 +59,7 @@ PEERS = {
         "torch DDP, Muon on every rank, P/5, views": partial(ddp_with_muon, VIEWS),
     },
     "diloco": {"torch PostLocalSGDOptimizer": local_sgd},
+    "survive": {"torch DDP, one bucket": partial(ddp, {"bucket_cap_mb": 10**5})},
     "offload": {
         "FSDP2, CPUOffloadPolicy": partial(fsdp2, True, True, offload_policy=ON_HOST),
         "DeepSpeed 2, optimizer offloaded": deepspeed(DeepSpeed, 2, True, True, offload=["optimizer"]),
