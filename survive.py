@@ -3,35 +3,35 @@
 Idea
     Replicas as in ddp.py, in workers of a launcher that holds their store. A step is proposed, computed, and
     committed when all members of an epoch have the summed gradient and have voted; then each takes it. If one
-    dies or hangs it is aborted, before a weight has changed: who is left answers for the next epoch, whose
-    members are the first list that the store gets, and redoes the step, its batch divided anew: losses and
-    weights are single.py's. Compare-and-set decides each question once (two-phase commit, Gray 1978).
+    dies or hangs it is aborted, before a weight has changed. The others sign up for the next epoch, of which
+    the first list proposed holds, and redo the step, its batch divided anew: losses and weights are
+    single.py's. The store's compare-and-set decides each question once (two-phase commit, Gray 1978).
 
 Memory (bytes; P parameters, N members)
     parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     (w+c)P
     optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
 
-Communication (v: votes in the store; worker 2 dies; the last attempt is epoch 2's, of workers 0 and 1)
+Communication (v: votes in the store)
     worker 0, 1 | compute 3 | all-reduce v step | compute 4 | all-reduce: abort | answer, connect | compute 4
     worker 2    | compute 3 | all-reduce v step | compute 4 | dies
 
 Costs (bytes that a rank of a ring sends in a step)
-    all-reduce    2wP(N-1)/N    and when an epoch begins (w+c+K)P to each member
+    all-reduce    2wP(N-1)/N    beside it, when an epoch begins, its first member sends all the state
 
 Run
     python survive.py --workers 4 --kill 1@5 2@9:vote --join 12
     python survive.py --workers 4 --size small --steps 200    and kill -9, -STOP or -CONT what it names
-    torchrun --nproc_per_node=8 survive.py                    without votes: a death ends torchrun's job
+    torchrun --nproc_per_node=8 survive.py                    plain data parallelism: a death ends the job
 
 Left out
-    Overlap and buckets (ddp.py); shards, of which a dead rank's would need a copy. A launcher on each of
-    several hosts, and a store that outlives its host. Over NCCL a lost rank raises no error: a watchdog ends
-    the process (unless TORCH_NCCL_ASYNC_ERROR_HANDLING=0), and groups are to be aborted before destroyed.
+    Overlap, buckets (ddp.py); shards, which would need copies; launchers on several hosts, a store that
+    outlives its own. NCCL among the workers: it raises no error for a death; a watchdog ends the process.
 """
 
 import argparse
 import copy
+import json
 import multiprocessing.connection
 import os
 import re
@@ -51,23 +51,21 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 
 
 class Members:
-    """The workers that take steps together, as agreed on through a store that outlives each of them.
+    """The workers that take steps together, in epochs, as agreed on through a store that outlives them all.
+    Keys begin with an epoch's number: a worker that hung, was left out, and wakes, disturbs nobody. Without a
+    store nobody votes. config: see parse()."""
 
-    Each epoch has members and a process group. Workers write under their epoch's number: one that hung, was
-    left out, and wakes, disturbs nobody. Without a store nobody votes. config: see parse()."""
-
-    def __init__(self, config, store=None, worker=0, backend="gloo"):
+    def __init__(self, config, store=None, worker=0):
         self.config = config
         self.store = store
         self.worker = worker  # its number, for good; its rank may change
-        self.backend = backend
         self.timeout = timedelta(seconds=config.timeout)
-        self.members = list(range(config.workers))  # those whose answers the next epoch waits for
+        self.members = list(range(config.workers))  # of the epoch, those first that were there first
         self.epoch = 0
-        self.state = [1]  # the first member's: its step, and what reform() was given
+        self.state = [1]  # the step and what reform() was given, of a newcomer None
 
     def attempt(self, step, communicate, *arguments):
-        """Whether communicate(*arguments) has ended well on all members. Else call reform()."""
+        """Whether communicate(*arguments) has ended well on all members."""
         if self.store is None:
             communicate(*arguments)
             return True
@@ -79,16 +77,15 @@ class Members:
             votes = self.store.add(f"{key}/votes", 1)
             self.reach(step, ":vote")
             if votes == len(self.members):
-                self.store.compare_set(key, "", "committed")
+                self.store.compare_set(key, "", "committed")  # "": if nothing is decided yet
             self.store.wait([key], self.timeout)
         except RuntimeError:  # a member is dead, or hangs
-            self.store.compare_set(key, "", "aborted")  # if nothing is decided yet
+            self.store.compare_set(key, "", "aborted")
         return self.store.get(key) == b"committed"
 
     def reform(self, step, *parts):
-        """Begin epochs until one has formed: its members are connected, and newcomers have parts' states."""
-        started = time.perf_counter()
-        before = self.members
+        """Begin epochs until the members of one are connected."""
+        started, before = time.perf_counter(), self.members
         self.state = [step, *(part.state_dict() for part in parts)]
         while not (self.agree(step) and self.attempt(0, self.connect)):  # a step before all others
             if self.worker not in self.members:
@@ -100,59 +97,64 @@ class Members:
     def agree(self, step):
         """Answer for the next epoch, and propose those who have. Returns whether this worker is a member."""
         if dist.is_initialized():
-            dist.destroy_process_group()  # on which those would wait that are not connected to the dead
+            dist.destroy_process_group()  # or a member that was waiting for this one would go on waiting
+        dist.distributed_c10d._world.group_count = 0  # part of a group's name; not so if it failed to form
         self.epoch += 1
         self.store.append(f"{self.epoch}/answers", f"{self.worker} ")
         self.reach(step, ":reform")
         deadline = time.monotonic() + (self.config.timeout if self.epoch > 1 else 300)  # until all start
-        dead = answers = set()
-        while set(self.members) - dead - answers and time.monotonic() < deadline:
-            time.sleep(0.01)
-            dead = {worker for worker in self.members if self.store.check([f"dead/{worker}"])}
+        while True:
             answers = set(map(int, self.store.get(f"{self.epoch}/answers").split()))
-        members = self.store.compare_set(f"{self.epoch}/members", "", " ".join(map(str, answers - dead)))
-        self.members = sorted(map(int, members.split()))
+            dead = {worker for worker in {*answers, *self.members} if self.store.check([f"dead/{worker}"])}
+            if answers | dead >= set(self.members) or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        order = [*self.members, *sorted(answers.difference(self.members))]  # newcomers last
+        proposal = [worker for worker in order if worker in answers - dead]
+        if self.state:  # a newcomer waits for the others' list
+            self.store.compare_set(f"{self.epoch}/members", "", json.dumps(proposal))
+        self.members = json.loads(self.store.get(f"{self.epoch}/members"))
         return self.worker in self.members
 
     def connect(self):
-        """Make the epoch's process group, and hand the first member's state to all."""
+        """Make the epoch's process group, and hand the first member's state to newcomers."""
         store = dist.PrefixStore(f"{self.epoch}/group", self.store)
         rank = self.members.index(self.worker)
-        dist.init_process_group(self.backend, None, self.timeout, len(self.members), rank, store)
+        os.environ["RANK"] = str(rank)  # so that refuse() speaks on the first one
+        if len(self.members) < self.config.min_workers:
+            refuse(f"--min-workers {self.config.min_workers}: only workers {self.members} are left")
+        dist.init_process_group("gloo", None, self.timeout, len(self.members), rank, store)
         states = [self.state]
         dist.broadcast_object_list(states)
-        self.state = states[0]
-        if self.state is None or len(self.members) < self.config.min_workers:
-            sys.exit(1 if rank else f"survive.py: workers {self.members} are too few, or have no weights")
+        self.state = self.state or states[0]
 
     def enter(self, step):
         """A newcomer's way in, from this step on: answer for the next epoch, then abort the present step."""
-        self.state = None
-        entered = False
-        while not entered:
+        while True:
             time.sleep(0.001)
+            self.state = None
             self.epoch, self.members, now = look(self.store)
-            if now >= step or self.worker in self.members:  # if it has entered an epoch that did not form
+            if self.worker in self.members or now >= step:  # in an epoch that did not form, or it is time
                 self.store.append(f"{self.epoch + 1}/answers", f"{self.worker} ")
                 aborted = self.store.compare_set(f"{self.epoch}/{now}", "", "aborted") == b"aborted"
-                entered = aborted and self.agree(now) and self.attempt(0, self.connect)
+                if aborted and self.agree(now) and self.attempt(0, self.connect):
+                    return
 
     def reach(self, step, phase=""):  # for --kill
-        if f"{self.worker}@{step}{phase}" in self.config.kill:
+        if self.store and f"{self.worker}@{step}{phase}" in self.config.kill:
             signal.raise_signal(signal.SIGKILL)
 
 
 def look(store):
     """(the last epoch, its members, the step that they attempt)."""
-    epoch = 0  # of nobody
+    epoch = 0  # which has no members
     while store.check([f"{epoch + 1}/members"]):
         epoch += 1
-    members = sorted(map(int, store.get(f"{epoch}/members").split()))
+    members = json.loads(store.get(f"{epoch}/members"))
     return epoch, members, store.add(f"{epoch}/now", 0)
 
 
-def flatten_grads(module):
-    """Make all gradients views of one vector, zero at first, to which backward then adds. Returns it."""
+def flatten_grads(module):  # makes all gradients views of one vector, to which backward then adds
     params = list(module.parameters())
     flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
     for param, view in zip(params, unflatten(flat_grad, params)):
@@ -207,8 +209,7 @@ def train(config, members=None):
 
 
 @torch.no_grad()
-def take_step(model, masters, optimizer, max_norm):
-    """Returns the gradient's norm before clipping."""
+def take_step(model, masters, optimizer, max_norm):  # returns the gradient's norm before clipping
     for weight, master in zip(model.parameters(), masters.parameters()):
         master.grad = weight.grad.to(master.dtype)
     grad_norm = nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
@@ -222,13 +223,10 @@ def save(config, model):
         save_weights(model.state_dict(), config.save)
 
 
-def work(config, worker, port):
-    """A worker's process."""
-    os.environ |= {"RANK": str(worker), "LOCAL_RANK": str(worker), "WORLD_SIZE": str(config.workers)}
-    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    backend = "nccl" if gpus >= config.workers + len(config.join) else "gloo"
+def work(config, worker, port):  # in a process of its own
+    os.environ |= {"LOCAL_RANK": str(worker), "WORLD_SIZE": str(config.workers)}
     try:
-        members = Members(config, dist.TCPStore("localhost", port), worker, backend)
+        members = Members(config, dist.TCPStore("localhost", port), worker)
         if worker < config.workers:
             members.reform(1)
         else:
@@ -240,9 +238,9 @@ def work(config, worker, port):
 
 def launch(config):
     """Start the workers, hold their store, and tell it of deaths. Returns the exit code."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    os.environ |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"}
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    store.set("0/members", "")
+    store.set("0/members", "[]")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])  # or each would take seconds
     running = {}  # {what tells of its end: (worker, process)}
@@ -252,13 +250,14 @@ def launch(config):
         running[process.sentinel] = worker, process
         print(f"survive | worker {worker} is process {process.pid}", flush=True)
     try:
-        while running:
+        while True:
             for sentinel in multiprocessing.connection.wait(list(running)):
                 worker, process = running.pop(sentinel)
-                if process.exitcode in (0, 2):  # the job has ended well, or is refused
+                if process.exitcode in (0, 2):  # the job has ended well, or was refused: see refuse()
                     return process.exitcode
-                bury(store, worker)
-        return 1
+                members = bury(store, worker)
+                if not any(worker in (members or [worker]) for worker, _ in running.values()):
+                    sys.exit("survive.py: nobody who has the weights is left")
     finally:
         for _, process in running.values():
             process.join(1)
@@ -266,22 +265,24 @@ def launch(config):
 
 
 def bury(store, worker):
-    """Let nobody wait any longer for a dead worker's answer, or for its vote."""
+    """Let nobody wait any longer for a dead worker's answer or vote. Returns the epoch's members."""
     store.set(f"dead/{worker}", "")
     epoch, members, step = look(store)
     if worker in members:
         store.compare_set(f"{epoch}/{step}", "", "aborted")
+    return members
 
 
 def parse(arguments=None):
     """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
-    add = own.add_argument
-    add("--workers", type=int, default=0, help="to start, without torchrun")
-    add("--min-workers", type=int, default=1, help="with fewer the job ends")
-    add("--timeout", type=float, default=10, help="seconds after which a worker that hangs is out")
-    add("--kill", nargs="*", default=[], metavar="R@S[:PHASE]", help="worker R dies at step S")
-    add("--join", nargs="*", default=[], type=int, metavar="S", help="a newcomer enters at step S")
+    own.add_argument("--workers", type=int, default=0, help="to start, without torchrun")
+    own.add_argument("--min-workers", type=int, default=1, help="with fewer the job ends")
+    own.add_argument(
+        "--timeout", type=float, default=10, help="seconds after which a worker that hangs is out"
+    )
+    own.add_argument("--kill", nargs="*", default=[], metavar="R@S[:PHASE]", help="worker R dies at step S")
+    own.add_argument("--join", nargs="*", default=[], type=int, help="steps at which newcomers enter")
     config = read_flags(arguments, own, workers=(0, 64), timeout=(0.1, 3600))
     for kill in config.kill:
         if not re.fullmatch(r"\d+@\d+(:forward|:vote|:reform)?", kill):

@@ -120,7 +120,7 @@ def cut(source):
     technique = next(each.lineno for each in rest if not isinstance(each, ast.Import | ast.ImportFrom))
     while lines[technique - 2].startswith(("#", "@")):
         technique -= 1
-    train = lines.index("def train(config):") + 1
+    train = next(i for i, line in enumerate(lines, 1) if line.startswith("def train(config"))
     toy, end = (i for i, line in enumerate(lines, 1) if line.startswith("# ===="))
     begins = {"Imports": imports.lineno, "The technique": technique, "Training": train}
     begins |= {"The toy model: the same lines in every lesson": toy, "The rest": end + 1}

@@ -61,7 +61,8 @@ def check_runs(name):
     """Deaths in each phase, two at once, unequal shares, a newcomer, and too few."""
     launched(name, "--workers 4 --kill 1@3 0@5:vote 3@3:reform --join 8 --timeout 1")
     launched(name, "--workers 5 --kill 2@2:forward 1@2:forward 0@9 --accum 3 --timeout 3")
-    launched(name, "--workers 3 --kill 2@2 --min-workers 3", code=1)
+    launched(name, "--workers 1 --join 18 2 --kill 0@17 --timeout 2")
+    launched(name, "--workers 3 --kill 2@2 --min-workers 3", code=2)
 
 
 def test_a_hundred_random_deaths_leave_single_pys_weights():
@@ -121,15 +122,16 @@ def test_workers_end_with_their_launcher():
 
 CHECKS = [check_orders, check_runs]
 test_each_promise_is_kept = holds("survive", *CHECKS)
-ABORT = 'self.store.compare_set(key, "", "aborted")  # if nothing is decided yet'
+ABORT = '            self.store.compare_set(key, "", "aborted")\n'
 REDO = "        else:\n            members.reform("
 STEP = "take_step(model, masters, optimizer, config.clip)\n"
 ZERO = "        flat_grad.zero_()  # what an aborted attempt has left\n"
 ATTEMPT = (ROOT / "survive.py").read_text().partition(ZERO)[2].partition(STEP)[0] + STEP
 MUTANTS = [
-    ("set(self.members) - dead - answers and", "not answers and", check_orders, "a living member is left"),
-    (ABORT, 'self.store.set(key, "aborted")', check_orders, "for ever"),
-    (ABORT, f"{ABORT}\n            return False", check_orders, "for ever"),
+    ("if answers | dead >= set(self.members)", "if answers", check_orders, "a living member is left"),
+    ("order = [*self.members, *sorted(", "order = [*sorted(", check_orders, "a living member is left"),
+    (ABORT, ABORT.replace("compare_set(key, \"\", ", "set(key, "), check_orders, "for ever"),
+    (ABORT, f"{ABORT}            return False\n", check_orders, "for ever"),
     ('key = f"{self.epoch}/{step}"', 'key = f"{step}"', check_orders, "without end"),
     ("if votes == len(self.members)", "if votes > 1", check_orders, "not all have computed"),
     ('        store.compare_set(f"{epoch}/{step}", "", "aborted")', "        pass", check_orders, "for ever"),

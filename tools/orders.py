@@ -9,12 +9,15 @@ computed it; nobody who lives is left out; somebody takes both steps. Else the o
 """
 
 import ast
+import json
 import random
 import re
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+
+WORLD = SimpleNamespace(_world=SimpleNamespace())
 
 
 class Pauses(ast.NodeTransformer):
@@ -25,6 +28,10 @@ class Pauses(ast.NodeTransformer):
         name = ast.unparse(node.func)
         if name in ("communicate", "self.attempt", "self.agree", "dist.broadcast_object_list"):
             return ast.YieldFrom(node)
+        if name == "self.store.get" and "/members" in ast.unparse(node):  # for which a newcomer waits
+            there = ast.Compare(node.args[0], [ast.In()], [node.func.value])
+            pause = ast.IfExp(there, ast.Constant(None), ast.Yield(node.args[0]))
+            return ast.BoolOp(ast.Or(), [pause, node])
         if re.match(r"self.store.(append|compare_set|wait|set\(key)|time.sleep", ast.unparse(node)):
             ask = {"self.store.wait": node.args[0], "time.sleep": ast.Constant("sleep")}.get(name)
             return ast.BoolOp(ast.Or(), [ast.Yield(ask), node])
@@ -61,26 +68,32 @@ class Store(dict):
 class Trial:
     """An order of events, so far."""
 
-    def __init__(self, module, deaths, delays):
+    def __init__(self, module, deaths, delays, newcomer=None):
         self.module, self.deaths, self.delays = module, deaths, delays
-        self.store = Store({"0/members": "", "1/members": "0 1 2", "1/now": "1"})
+        self.first = [worker for worker in range(3) if worker != newcomer]
+        self.store = Store({"0/members": "[]", "1/members": str(self.first), "1/now": "1"})
+        self.handed = {}  # {epoch: the first member's state}
         self.taken, self.met, self.unburied, self.clocks = {}, {}, [], [0, 0, 0]
         self.members, self.threads, self.asks, self.events = [], [], {}, []
         config = SimpleNamespace(workers=3, timeout=1, min_workers=1, kill=())
         for worker in range(3):
             self.members.append(module["Members"](config, self.store, worker))
             self.members[worker].epoch, self.members[worker].computed = 1, None
+            self.members[worker].members = self.first
             self.threads.append(self.work(self.members[worker]))
             self.go(worker)
 
     def work(self, member):
-        for step in (1, 2):
+        if member.worker not in self.first:
+            yield from member.enter(1)
+        for step in range(member.state[0], 3):
             while not (yield from member.attempt(step, self.meet, step)):
                 yield from member.reform(step)
             epoch, workers = self.taken.setdefault(step, (member.epoch, set()))
             assert epoch == member.epoch and member.worker not in workers, "a step counts twice"
-            listed = set(map(int, self.store[f"{epoch}/members"].split()))
-            assert listed == set(member.members), "an epoch has two lists of members"
+            assert json.loads(self.store[f"{epoch}/members"]) == member.members, (
+                "an epoch has two lists of members"
+            )
             assert member.computed == (epoch, step), "a step counts that not all have computed"
             workers.add(member.worker)
 
@@ -92,18 +105,29 @@ class Trial:
             raise RuntimeError
         self.members[self.now].computed = place
 
+    def hand_over(self, states):
+        member = self.members[self.now]
+        if member.worker == member.members[0]:
+            self.handed[member.epoch] = states[0]
+        yield from self.meet(0)
+        states[0] = self.handed[member.epoch]
+
     def choices(self):
         """[(worker, what may happen to it next)]."""
         found = [(worker, "is told dead") for worker in self.unburied]
+        if all(self.members[worker].state is None for worker in self.asks):
+            return found  # the launcher ends newcomers that are left alone
         for worker, ask in self.asks.items():
-            goes = ask is None or ask == "sleep" or ask[0] in self.store
+            key = ask[0] if isinstance(ask, list) else ask
+            goes = key in (None, "sleep") or key in self.store
             if isinstance(ask, tuple):
                 others = [self.members[other] for other in self.members[worker].members]
                 goes = self.met[ask] == {other.worker for other in others}
                 gone = [other.worker not in self.asks or other.epoch > ask[0] for other in others]
                 found += [(worker, "fails")] * any(gone)
             found += [(worker, "goes on")] * goes + [(worker, "dies")] * (self.deaths > 0)
-            found += [(worker, "is late")] * (self.delays > 0 and (ask == "sleep" or not goes))
+            is_late = ask == "sleep" or isinstance(ask, (list, tuple))
+            found += [(worker, "is late")] * (self.delays > 0 and is_late and (ask == "sleep" or not goes))
         return found
 
     def go(self, worker, what="goes on"):
@@ -113,9 +137,8 @@ class Trial:
         self.now = worker
         clock = SimpleNamespace(monotonic=lambda: self.clocks[worker], sleep=bool, perf_counter=int)
         calls = ("is_initialized", "PrefixStore", "init_process_group", "get_rank")
-        group = SimpleNamespace(
-            **dict.fromkeys(calls, lambda *_: 0), broadcast_object_list=lambda _: self.meet(0)
-        )
+        group = SimpleNamespace(**dict.fromkeys(calls, lambda *_: 0), distributed_c10d=WORLD)
+        group.broadcast_object_list = self.hand_over
         self.module |= {"time": clock, "dist": group, "print": id}
         if what == "is told dead":
             self.unburied.remove(worker)
@@ -161,7 +184,8 @@ class Trial:
         )
 
     def end(self):
-        assert not self.asks, "members wait for ever"
+        waiting = [worker for worker in self.asks if self.members[worker].state]
+        assert not waiting, "members wait for ever"
         assert len(self.taken) == 2, "a step is lost"
 
 
@@ -170,7 +194,12 @@ def protocol(path):
     tree = ast.parse(Path(path).read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", None) in ("Members", "look", "bury")]
     Pauses().visit(tree.body[0])
-    module = {"timedelta": lambda seconds: seconds, "sys": sys}
+    module = {
+        "timedelta": lambda seconds: seconds,
+        "sys": sys,
+        "os": SimpleNamespace(environ={}),
+        "json": json,
+    }
     exec(compile(ast.fix_missing_locations(tree), path, "exec"), module)
     return module
 
@@ -200,10 +229,10 @@ def try_every_order(path, deaths=2):
 
 
 def try_delays(path, times=2000):
-    """Orders drawn at random, in which members may be late as well, and then be left out."""
+    """Orders drawn at random: members may be late as well, and then be left out; or one is a newcomer."""
     module, draw = protocol(path), random.Random(0)
-    for _ in range(times):
-        trial = Trial(module, 1, 1)
+    for turn in range(times):
+        trial = Trial(module, 1, 0, newcomer=draw.choice((0, 2))) if turn % 2 else Trial(module, 1, 1)
         while choices := trial.choices():
             trial.go(*draw.choice(choices))
         trial.end()
