@@ -34,8 +34,10 @@ STYLE |= {"legend.labelcolor": GREY, "svg.fonttype": "none", "svg.hashsalt": "0"
 def save(figure, target):
     figure.tight_layout()
     figure.savefig(target, transparent=True, metadata={"Date": None})
-    if target.suffix == ".svg":  # of its six decimals two are enough
-        target.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", target.read_text()))
+    if target.suffix == ".svg":  # of its six decimals two are enough, of a path's one
+        text = re.sub(r"(\d\.\d\d)\d+", r"\1", target.read_text())
+        shorter = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\d\.\d)\d", r"\1", path[0]), text)
+        target.write_text(shorter)
 
 
 def total(result, column="measured"):
