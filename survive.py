@@ -105,11 +105,11 @@ class Members:
         deadline = time.monotonic() + (self.config.timeout if self.epoch > 1 else 300)  # until all start
         while True:
             answers = set(map(int, self.store.get(f"{self.epoch}/answers").split()))
-            dead = {worker for worker in {*answers, *self.members} if self.store.check([f"dead/{worker}"])}
+            order = dict.fromkeys([*self.members, *sorted(answers)])  # newcomers last
+            dead = {worker for worker in order if self.store.check([f"dead/{worker}"])}
             if answers | dead >= set(self.members) or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
-        order = [*self.members, *sorted(answers.difference(self.members))]  # newcomers last
         proposal = [worker for worker in order if worker in answers - dead]
         if self.state:  # a newcomer waits for the others' list
             self.store.compare_set(f"{self.epoch}/members", "", json.dumps(proposal))
@@ -278,12 +278,12 @@ def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--workers", type=int, default=0, help="to start, without torchrun")
     own.add_argument("--min-workers", type=int, default=1, help="with fewer the job ends")
-    own.add_argument(
-        "--timeout", type=float, default=10, help="seconds after which a worker that hangs is out"
-    )
-    own.add_argument("--kill", nargs="*", default=[], metavar="R@S[:PHASE]", help="worker R dies at step S")
+    own.add_argument("--timeout", type=float, default=10, help="seconds to wait for a worker that hangs")
+    own.add_argument("--kill", nargs="*", default=[], help="R@S[:PHASE]: worker R dies at step S")
     own.add_argument("--join", nargs="*", default=[], type=int, help="steps at which newcomers enter")
-    config = read_flags(arguments, own, workers=(0, 64), timeout=(0.1, 3600))
+    config = read_flags(arguments, own, workers=(0, 64))
+    if (config.kill or config.join) and not config.workers:
+        refuse("--kill, --join: only with --workers, which are to die or to be joined")
     for kill in config.kill:
         if not re.fullmatch(r"\d+@\d+(:forward|:vote|:reform)?", kill):
             refuse(f"--kill {kill}: must be R@S (in the all-reduce), R@S:forward, R@S:vote or R@S:reform")

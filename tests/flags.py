@@ -39,6 +39,6 @@ OWN = {
     "checkpointing": {"--policy": ("none full selective", "offload"), "--every": ("1 2", "0 -1 9 x")},
     "zero_r": {"--policy": ("partitioned offload", "full")},
     "survive": {"--timeout": ("1 10", "0 nan x"), "--min-workers": ("1 2", NO_INT),
-                "--kill": ("9@9 9@9:vote", "1 1@ x@1 1@2:x"), "--join": ("9", "x 1.5")},
+                "--kill": ("", "1 1@ x@1 1@2:x 1@2"), "--join": ("", "x 1.5 9")},
     "resume": {"--every": ("1 2", NO_INT), "--keep": ("1 2", "0"), "--checkpoint": ("{tmp}/c", "/dev/null")},
 }  # fmt: skip

@@ -86,6 +86,7 @@ class Trial:
     def work(self, member):
         if member.worker not in self.first:
             yield from member.enter(1)
+            assert member.state, "a newcomer gets no state"
         for step in range(member.state[0], 3):
             while not (yield from member.attempt(step, self.meet, step)):
                 yield from member.reform(step)
@@ -234,6 +235,7 @@ def try_delays(path, times=2000):
     for turn in range(times):
         trial = Trial(module, 1, 0, newcomer=draw.choice((0, 2))) if turn % 2 else Trial(module, 1, 1)
         while choices := trial.choices():
+            assert len(trial.events) < 10_000, "members wait for ever"
             trial.go(*draw.choice(choices))
         trial.end()
 
