@@ -102,7 +102,7 @@ class Members:
         self.epoch += 1
         self.store.append(f"{self.epoch}/answers", f"{self.worker} ")
         self.reach(step, ":reform")
-        deadline = time.monotonic() + (self.config.timeout if self.epoch > 1 else 300)  # until all start
+        deadline = time.monotonic() + (2 * self.config.timeout if self.epoch > 1 else 300)
         while True:
             answers = set(map(int, self.store.get(f"{self.epoch}/answers").split()))
             order = dict.fromkeys([*self.members, *sorted(answers)])  # newcomers last

@@ -68,7 +68,7 @@ LESSONS = [
     Lesson("checkpointing", worlds=(1, 2), variants=SELECTIVE),
     Lesson("zero_r", variants=("--policy offload",)),
     Lesson("resume"),
-    Lesson("survive", bad_flags=("--kill 1", "--timeout 0")),
+    Lesson("survive", bad_flags=("--kill 1@3", "--join 4", "--kill 1 --workers 2")),
 ]
 OWN_RUN = ("expert_parallel", "muon")  # which train another model, or with another optimizer
 NAMES = [lesson.name for lesson in LESSONS]

@@ -38,7 +38,6 @@ OWN = {
     "fusion": {"--plain": ("attention loss optimizer", "all")},
     "checkpointing": {"--policy": ("none full selective", "offload"), "--every": ("1 2", "0 -1 9 x")},
     "zero_r": {"--policy": ("partitioned offload", "full")},
-    "survive": {"--timeout": ("1 10", "0 nan x"), "--min-workers": ("1 2", NO_INT),
-                "--kill": ("", "1 1@ x@1 1@2:x 1@2"), "--join": ("", "x 1.5 9")},
+    "survive": {"--timeout": ("1 10", "0 nan x"), "--min-workers": ("1 2", NO_INT)},
     "resume": {"--every": ("1 2", NO_INT), "--keep": ("1 2", "0"), "--checkpoint": ("{tmp}/c", "/dev/null")},
 }  # fmt: skip

@@ -131,15 +131,15 @@ test_each_promise_is_kept = holds(
 ABORT = '            self.store.compare_set(key, "", "aborted")\n'
 MUTANTS = [
     ("if answers | dead >= set(self.members)", "if answers", check_orders, "a living member is left"),
-    ("worker in order if", "worker in sorted(order) if", check_orders, "no state"),
+    ("[worker for worker in order", "[worker for worker in sorted(order)", check_orders, "no state"),
     (ABORT, ABORT.replace("compare_set(key, \"\", ", "set(key, "), check_orders, "for ever"),
     (ABORT, f"{ABORT}            return False\n", check_orders, "for ever"),
     ('key = f"{self.epoch}/{step}"', 'key = f"{step}"', check_orders, "without end"),
     ("if votes == len(self.members)", "if votes > 1", check_orders, "not all have computed"),
     ('        store.compare_set(f"{epoch}/{step}", "", "aborted")', "        pass", check_orders, "for ever"),
     ("flat_grad.zero_()", "step == members.state[0] > 1 or flat_grad.zero_()", check_runs, "weights differ"),
-    (" else:\n            members.r", " else:\n            optimizer.step()\n            members.r", check_runs,
-     "weights differ"),
+    ("else:\n            members.r", "else:\n            optimizer.step()\n            members.r",
+     check_runs, "weights differ"),
     ("* len(inputs) / config.batch", "/ dist.get_world_size() / config.accum", check_runs, "weights differ"),
     ("zip((masters, optimizer), states)", "zip((masters,), states)", check_runs, "weights differ"),
     ("_world.group_count = 0", "_world.group_count", check_name, "another name"),
