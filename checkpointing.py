@@ -21,7 +21,8 @@ Communication
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
 Costs
-    full: a second forward, but for each block's last matrix product. selective: no matrix product again.
+    compute        Qkbs       FLOPs; without --policy full: no matrix product again; Q: single.py
+    compute        11Qkbs/9   with --policy full: a second forward, but for each block's last matrix product
 
 Run
     python checkpointing.py --policy selective
@@ -187,7 +188,6 @@ def clip_grad_norm_(params, max_norm):
 
 
 def train(config):
-    """Train with these flags."""
     device, text = set_up(config, f" | policy {config.policy} | every {config.every}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     if config.policy != "none":
@@ -215,7 +215,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--policy", default="full", choices=["none", "full", "selective"])
     own.add_argument("--every", type=int, default=1, choices=range(1, 9), help="2: every second block")

@@ -17,6 +17,7 @@ Communication (ring_all_reduce: the chunk that a rank sends in each round of its
 
 Costs (bytes that a rank sends in a step with --train; the others' stand with each function)
     send          2mP(N-1)/N
+    compute       Qkbs          FLOPs; Q: single.py
 
 Run
     torchrun --nproc_per_node=4 collectives.py    (bench/links.py: every collective, alpha, beta, bandwidth)
@@ -214,7 +215,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--train", action="store_true", help="train with ring_all_reduce")
     own.add_argument("--noise-scale", action="store_true", help="train, print the gradient noise scale")

@@ -16,14 +16,15 @@ Communication
 
 Costs (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N  an all-reduce of S bytes sends 2S(N-1)/N; only the last microbatch's
+    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
+    exposed       4(N-1)A+max(2nB,2nwP-2Y)    the last bucket, or what backward is too short to hide
 
 Run
     torchrun --nproc_per_node=2 ddp.py
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
-    buckets in order of arrival, compressed gradients.
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers.
 """
 
 import argparse
@@ -213,7 +214,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--bucket-cap-mb", type=float, help="MiB of gradients in an all-reduce")
     own.add_argument("--no-overlap", action="store_true", help="communicate after backward")

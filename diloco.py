@@ -23,6 +23,8 @@ Communication (above: one fragment; below: two, A and B, with --delay)
 
 Costs (bytes that a rank of a ring sends in H steps)
     all-reduce    2mP(N-1)/N    in ddp.py 2wP(N-1)/N in every step; each fragment in one message
+    compute       HQkbs         FLOPs; Q, n, A: single.py
+    exposed       2n(mP+NA)     without --delay; with it nothing, if inner steps are long enough
 
 Run
     torchrun --nproc_per_node=2 diloco.py
@@ -181,7 +183,6 @@ def print_means(config, step, sums, steps, started):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--inner-steps", type=int, default=5, help="steps from an exchange to the next")
     own.add_argument("--outer-lr", type=float, default=0.7, help="1 or more: without momentum (local SGD)")

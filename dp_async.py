@@ -18,6 +18,7 @@ Communication (asp)
 
 Costs (bytes through the server for N pushes, which are a step)
     send    2NwP    weights pulled, gradients pushed
+    compute    Qkbs    FLOPs of a worker, in parallel with the others'; Q: single.py
     In ssp a push is at most (N-1)(2S+1) updates old: the others were S behind at its pull, and get S+1 ahead.
 
 Run
@@ -203,7 +204,6 @@ def train_share(server, worker, replica, step, share, config, text, times):
 
 
 def train(config):
-    """Train with these flags."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         refuse("runs in one process: start it without torchrun, with --workers")
     slow, _, factor = config.slow.partition("=")
@@ -233,7 +233,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     add = own.add_argument
     add("--workers", type=int, default=2, help="one for each device")

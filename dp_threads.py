@@ -17,6 +17,7 @@ Communication (1, 2 and 4 from device 0 to the others; 3 and 5 back)
 
 Costs (bytes through device 0 in a step, where each rank of ddp.py sends 2wP(N-1)/N)
     send    k(N-1)(2wP+2wbsv+8bs)    weights, gradients; outputs (v the vocabulary), their gradients; inputs
+    compute    Qkbs    FLOPs of a replica, in parallel with the others'; Q: single.py
     This grows with N and k, ddp.py's with neither. Device 0 also holds all outputs, Nwbsv, and their loss.
 
 Run
@@ -174,7 +175,6 @@ def clip_grad_norm_(params, max_norm):
 
 
 def train(config):
-    """Train with these flags."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         refuse("runs in one process: start it without torchrun, with --replicas")
@@ -206,7 +206,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--replicas", type=int, default=2, help="one for each device")
     own.add_argument("--no-threads", action="store_true", help="run one replica after the other")

@@ -23,6 +23,7 @@ Costs (bytes that a rank sends in a step of k microbatches, each b sequences of 
     all-to-all    4wkM(tbsh/N)(e-1)/e           on average, without a --capacity-factor
     all-gather    8kMX(N-1)                     how many tokens of each rank chose each expert
     all-reduce    2m(D(N-1)+MXU(N-e)/e)/N       gradients; experts' among the N/e ranks that have the same
+    compute       (6(D+MtU)+12Lhs)kbs/N         FLOPs, if tokens are spread evenly; nothing hides messages
 
 Run
     torchrun --nproc_per_node=2 expert_parallel.py
@@ -265,7 +266,6 @@ def bias_or_weight(text):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--experts", type=int, default=8, help="in every other block")
     own.add_argument("--top-k", type=int, default=2, help="experts of a token")

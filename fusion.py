@@ -17,6 +17,7 @@ Communication
 
 Costs (bytes that a rank sends in a step)
     all-reduce    2mP(N-1)/N
+    compute       Qkbs                            FLOPs; Q: single.py
 
 Run
     torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64   (--plain attention: not fused)
@@ -237,7 +238,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--plain", nargs="+", default=[], choices=("attention", "loss", "optimizer"))
     return read_flags(arguments, own)

@@ -23,6 +23,8 @@ Costs (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(F-1)/F               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        kw(2P-E-(1+f)U)(F-1)/F   the root and the last 1+f units stay whole for their backward
     all-reduce        2w(P/F)(N-F)/N           between hosts, in the last microbatch; of a host 2wP(N-F)/N
+    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
+    exposed       8(N-1)A+2kw(E+U)(F-1)/F+max(2w(U/F)(N-F)/N,2w(P/F)(N-F)/N-2Y)
     Over a host's link ddp.py sends 2wP(N-1)/N, zero3.py nearly 3kwP(N-1)/N (in rings of neighbours).
 
 Run
@@ -30,8 +32,8 @@ Run
     torchrun --nproc_per_node=8 hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
-    nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers.
+    Nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
     outputs in containers that pytree does not know, units that only a step's earlier backwards use.
 """
 
@@ -330,7 +332,6 @@ def choose_shard(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--shard", type=int, help="ranks that share a copy (default: a host's, or half)")
     own.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")

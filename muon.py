@@ -20,9 +20,10 @@ Costs (bytes that a rank sends in a step, in the mean: in a chain the last of N 
     reduce        wP(N-1)/N             together what zero1.py sends
     broadcast     wP(N-1)/N             without --gather
     broadcast     (wP+qH)(N-1)/N        with --gather, q a number in Newton-Schulz: bf16 2, with fp64 8
-    Newton-Schulz takes 5 x 2pp(2q+p) FLOPs for a p x q matrix, p <= q: 280hhh for a block of width h, shared
-    by the owners. At gpt2-xl with 64 sequences on 8 ranks it is 8% of a step's FLOPs; if every rank does all
-    of it, as with --gather or in DDP, 40%.
+    compute       Qkbs+280Lhhh/N        without --gather: 5 x 2pp(2q+p) FLOPs for a p x q matrix, p <= q
+    compute       Qkbs+280Lhhh          with --gather, as in DDP: at gpt2-xl with 64 sequences on 8 ranks
+    40% of a step's FLOPs are Newton-Schulz's, without --gather 8%.
+    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    as in zero1.py
 
 Run
     torchrun --nproc_per_node=2 muon.py
@@ -286,7 +287,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--gather", action="store_true", help="matrices sharded, their updates all-gathered")
     own.add_argument("--adjust-lr-fn", default="match_rms_adamw", choices=["match_rms_adamw", "original"])

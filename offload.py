@@ -1,10 +1,9 @@
 """Offload: ZeRO-2 with the optimizer on the host; with --params ZeRO-3, with the weights there, too.
 
 Idea
-    An optimizer reads its states once a step: the host's memory, behind a slow link, is enough. A block's
-    gradients are reduced; this rank's 1/N goes to the host, whose CPU steps it; the new weights are copied
-    back and all-gathered (ZeRO-Offload, arXiv 2101.06840, section 4). With --params a block is on the device
-    only while in use (ZeRO-Infinity, arXiv 2104.07857). Threads wait for copies, while the main one computes.
+    An optimizer reads its states once a step: the host's memory, behind a slow link, is enough. Gradients are
+    reduced; a rank's 1/N goes to the host, whose CPU steps it; new weights come back and are all-gathered
+    (ZeRO-Offload, arXiv 2101.06840, 4). --params: a block is there only in use (ZeRO-Infinity, 2104.07857).
 
 Memory (bytes of a rank's device, and of its host; U in a block, E in none; other letters: single.py)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
@@ -24,6 +23,8 @@ Costs (bytes that a rank copies down to its host and up from it, and sends to ot
     all-to-all    kwP(N-1)/N             and a local sum: so bf16 is rounded once
     all-gather    wP(N-1)/N
     all-gather    kw(2P-E-2U)(N-1)/N     instead, with --params
+    compute       Qkbs                   FLOPs; Q, n, A, Y: single.py
+    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)    between ranks, without --params
 
 Run
     torchrun --nproc_per_node=8 offload.py --size gpt2-xl --dtype bf16 --batch 64
@@ -255,7 +256,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--params", action="store_true", help="the host keeps the weights, too")
     own.add_argument("--device-mb", type=float, default=math.inf, help="10^6 bytes; a CPU plays the device")

@@ -1,9 +1,8 @@
 """3D parallelism: data x tensor x pipeline parallelism on one mesh; which group sums what, in which order.
 
 Idea
-    N = p x d x t ranks: p pipeline stages; d replicas of each, with their own shares of the batch; t ranks
-    that split a replica's layers (Megatron-LM, arXiv 2104.04473). Tensor parallelism sends most: its
-    ranks are neighbours. ddp.py, tensor_parallel.py and pipeline.py teach the axes, kept short here.
+    N = p x d x t ranks: p pipeline stages; d replicas of each, with shares of the batch; t ranks that split a
+    replica's layers, neighbours, as they send most (arXiv 2104.04473). ddp.py and others teach the axes.
 
 Memory (bytes: w a weight, c its master, if bf16, K its moments, g 1 over gloo; all letters: single.py)
     parameters    (w+c)R                 R parameters on the rank with most, about P/t/p
@@ -24,6 +23,8 @@ Costs (bytes that the rank with most sends in a step, along each axis; // rounds
     pipeline      min(2,p-1)kwbsh                             to the next stage outputs, back gradients
     tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient, if p > 1
     data          2wR(d-1)/d                                  all-reduce, or reduce-scatter and all-gather
+    compute       (6R+12Lhs/t/p)kbs                           FLOPs of the largest stage
+    idle          (p-1)/k                                     of computation
 
 Run
     torchrun --nproc_per_node=8 parallel_3d.py
@@ -365,7 +366,6 @@ def set_up_mesh(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--tp", type=int, help="ranks that split each layer (default: 2 if the world is even)")
     own.add_argument("--pp", type=int, help="stages (default: 2 if ranks / --tp is even)")

@@ -10,8 +10,7 @@ Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; othe
     parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
     optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    Microbatches in flight, with activations, on rank i: naive 1, gpipe k, 1f1b min(k,N-i), interleaved
-    min(k,N+(N-2i-1)/C).
+    In flight on rank i: naive 1 microbatch, gpipe k, 1f1b min(k,N-i), interleaved min(k,N+(N-2i-1)/C).
 
 Communication (1f1b, 4 ranks; F sends its output a row down, B a gradient up; a column is one turn; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
@@ -23,7 +22,9 @@ Costs (bytes that the busiest rank sends in a step of k microbatches; C 2 if int
     send          min(2C,(2C-1)(N-1))kwbsh     F: its output, to the next stage; B: its input's gradient, back
     For each microbatch that is 2C messages, but 2C-1 on the first and the last rank (of two: on both).
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
-    Bubble, part of the time: (N-1)/(k+N-1) in gpipe and 1f1b, (N-1)/(Ck+N-1) interleaved, (N-1)/N in naive.
+    compute       (6R+12Lhs/N)kbs              FLOPs of the largest stage; nothing hides messages
+    idle          (N-1)/C/k             of computation, without --schedule naive; of time (N-1)/(Ck+N-1)
+    idle          N-1                          with --schedule naive
 
 Run
     torchrun --nproc_per_node=2 pipeline.py --accum 8
@@ -282,7 +283,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--schedule", default="1f1b", choices=("naive", "gpipe", "1f1b", "interleaved"))
     DEFAULTS["accum"] = 4  # the default of --accum

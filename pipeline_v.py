@@ -21,9 +21,10 @@ Communication (zb-v, 4 ranks, the first turns; small letters: the stage on the w
 
 Costs (bytes that the busiest rank sends in a step of k microbatches)
     send          min(4,2N-2)kwbsh             twice what zero_bubble.py sends: there are twice as many stages
-    The tie costs nothing: rank 0 has both the embedding and the head.
-    Bubble, if F = B = W and k >= 2N: zb-v 0, dualpipe-v N-1 of 6k+N-1 turns, from a rank's first action to
-    its last. As published: (N-1)(F&B+B-3W), F&B the time of such a pair as one action, B a whole backward.
+    compute       (6R+12Lhs/N)kbs              FLOPs of the largest pair of stages; nothing hides messages
+    idle          (N-1)/(6k)                   of computation, if F = B = W, k >= 2N: all wait for the norm
+    From a rank's first action to its last it idles 0 turns in zb-v, N-1 in dualpipe-v: as published, with F&B
+    for such a pair as one action and B for a whole backward, (N-1)(F&B+B-3W).
 
 Run
     torchrun --nproc_per_node=2 pipeline_v.py --accum 8
@@ -332,7 +333,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--schedule", default="zb-v", choices=("zb-v", "dualpipe-v"))
     DEFAULTS["accum"] = 4  # by default

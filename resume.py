@@ -18,6 +18,7 @@ Communication
 Costs (bytes that a rank of a ring sends in a step; a save sends a few numbers)
     all-reduce    2wP(N-1)/N
     all-gather    wP(N-1)/N
+    compute       Qkbs          FLOPs; Q: single.py
     Save every sqrt(2 x seconds that a save costs x seconds between failures) seconds (Young, 1974).
 
 Run
@@ -233,7 +234,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     add = own.add_argument
     add("--checkpoint", type=Path, help="folder for checkpoints; training goes on from the newest")

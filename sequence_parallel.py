@@ -19,6 +19,8 @@ Costs (bytes that a rank of a ring sends in a step of k microbatches)
     reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         2L+1 in forward, 2L+1 in backward, two numbers of a loss
     all-gather        kbs((6L+3)wh+2m)(N-1)/N         2L+1 in forward, again in backward, 2L+1 of gradients
     all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is whole, once; a number of a loss
+    compute           Qkbs/N                          FLOPs; Q, n, A, Y: single.py
+    exposed           k(N-1)(10L+9)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)    in forward all
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py
@@ -225,7 +227,6 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 
 def train(config):
-    """Train with these flags."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if config.heads % world_size or config.context % world_size:
         refuse(f"--heads and --context: must be multiples of the {world_size} ranks")
@@ -259,7 +260,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     return read_flags(arguments)
 
 

@@ -14,13 +14,19 @@ Memory (bytes; the letters mean the same in all lessons, in formulas and in shap
     L blocks; a heads; h width; v vocabulary; P parameters; U those of a block or unit; E those in none;
     w bytes of a weight: fp32 4, bf16 2, fp64 8; m bytes of a number that the optimizer sees: max(w, 4);
     c bytes of the fp32 master of a bf16 weight: 4, else 0; K bytes of a weight's moments: AdamW 2m, SGD 0;
-    G numbers stepped at a time: 2^24, or a larger tensor; g 1 over gloo, for its receive buffer, else 0.
+    G numbers stepped at a time: 2^24, or a larger tensor; g 1 over gloo, for its receive buffer, else 0;
+    Q FLOPs of a token, 6P+12Lhs, a third of them in forward (PaLM, arXiv 2204.02311, appendix B); n (N-1)/N;
+    A bytes that travel in a message's latency, Y while a rank computes the forward of a whole microbatch.
 
 Communication
     None: | forward | backward | forward | backward | ... | clip | step |
 
-Costs
-    All of the memory and all of the time, which the other lessons divide by N.
+Costs (FLOPs of a rank in a step; in other lessons also bytes that it sends)
+    compute       Qkbs
+    All of the memory and all of the time, which the other lessons divide by N. Their time is `compute` at the
+    speed of the whole model's matrices and the optimizer's at that of memory; of the bytes those `exposed`,
+    which no computation hides, at the speed of a link, all links alike (no such line: all bytes); and
+    `idle`, so many times the computation.
 
 Run
     python single.py

@@ -18,6 +18,7 @@ Communication (v: votes in the store)
 
 Costs (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N    beside it, when an epoch begins, its first member sends all the state
+    compute       Qkbs/N        FLOPs; k microbatches of all members; Q: single.py
 
 Run
     python survive.py --workers 4 --kill 1@5 2@9:vote --join 12
@@ -274,7 +275,6 @@ def bury(store, worker):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--workers", type=int, default=0, help="to start, without torchrun")
     own.add_argument("--min-workers", type=int, default=1, help="with fewer the job ends")

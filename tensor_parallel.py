@@ -19,6 +19,8 @@ Communication (backward of an MLP; in forward nothing hides the all-reduce after
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
     all-reduce    2kbs((4L+2)wh+3m)(N-1)/N   4 a block; embedding, head; 3 numbers of a loss
+    compute       Qkbs/N                     FLOPs; Q, n, A, Y: single.py
+    exposed       2k(N-1)(4L+5)A+2knbs((2L+1)wh+3m)+max(0,2knbs(2L+1)wh-kY/N/2)    in forward all
 
 Run
     torchrun --nproc_per_node=2 tensor_parallel.py
@@ -196,7 +198,6 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
 
 
 def train(config):
-    """Train with these flags."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if config.heads % world_size:
         refuse(f"--heads {config.heads}: must be a multiple of the {world_size} ranks")
@@ -229,7 +230,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     return read_flags(arguments)
 
 

@@ -18,14 +18,16 @@ Communication
 Costs (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(N-1)/N               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        wP(N-1)/N                with k = 1 microbatch together what ddp.py sends
+    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
+    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)
 
 Run
     torchrun --nproc_per_node=2 zero2.py
     torchrun --nproc_per_node=8 zero2.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
-    nested units, optimizers that are not elementwise, a fused one with zero_grad(set_to_none=False).
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers.
+    Nested units, optimizers that are not elementwise, a fused one with zero_grad(set_to_none=False).
 """
 
 import argparse
@@ -234,7 +236,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     return read_flags(arguments)
 
 

@@ -20,6 +20,8 @@ Communication (with --prefetch 1; the root, which is in no unit, is gathered fir
 Costs (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(N-1)/N               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
+    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
+    exposed       6(N-1)A+kmax(nw(E+U),nwP-Y)+kmax(nw(E+U),nw(2P-E-(1+f)U)-2Y)
     Nearly 3P elements for each of k microbatches, where ddp.py sends 2P in a step.
 
 Run
@@ -27,8 +29,8 @@ Run
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers,
-    nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
+    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers.
+    Nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
     outputs in containers that pytree does not know, cuDNN's LSTM, which moves its weights.
 """
 
@@ -297,7 +299,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
     own.add_argument("--no-reshard", action="store_true", help="units stay whole until backward")

@@ -21,8 +21,9 @@ Communication (zb-h1, 4 ranks; F sends its output a row down, B a gradient up; a
 Costs (bytes that the busiest rank sends in a step of k microbatches)
     send          min(2,N-1)kwbsh              F: its output, to the next stage; B: its input's gradient, back
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
-    Bubble, if F = B = W and k >= 2N-1: 1f1b (N-1)/(k+N-1), zb-h1 (N-1)/(3k+N-1), zb-h2 0, from rank 0's first
-    action to its last. All wait for the norm of all, so a step takes 3k+N-1 turns in zb-h1 and zb-h2.
+    compute       (6R+12Lhs/N)kbs              FLOPs of the largest stage; nothing hides messages
+    idle          (N-1)/(3k)           without --schedule 1f1b, if F = B = W, k >= 2N-1: all await the norm
+    idle          (N-1)/k              of computation, with --schedule 1f1b
 
 Run
     torchrun --nproc_per_node=2 zero_bubble.py --accum 8
@@ -292,7 +293,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--schedule", default="zb-h1", choices=("1f1b", "zb-h1", "zb-h2"))
     DEFAULTS["accum"] = 4  # by default

@@ -22,7 +22,8 @@ Communication
 
 Costs (bytes that a rank of a ring sends in a step of k microbatches)
     all-gather     kwbshL(N-1)/N
-    A second forward, but for each block's last matrix product. offload: kwbshL/N to the host and back.
+    compute        11Qkbs/9                      FLOPs: a second forward; Q, n, A, Y: single.py
+    exposed        4(N-1)A+max(knwbsh,knwbshL-3kY)    offload: to the host and back kwbshL/N
 
 Run
     torchrun --nproc_per_node=2 zero_r.py
@@ -203,7 +204,6 @@ def clip_grad_norm_(params, max_norm):
 
 
 def train(config):
-    """Train with these flags."""
     device, text = set_up(config, f" | policy {config.policy}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     store = Partitioned(device, offload=config.policy == "offload")
@@ -230,7 +230,6 @@ def train(config):
 
 
 def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--policy", default="partitioned", choices=["partitioned", "offload"])
     return read_flags(arguments, own)

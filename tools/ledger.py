@@ -17,6 +17,9 @@ rank sends nothing on; S in a send; none for a single number. An all-to-all that
 reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
 "host" and "upload", between a device and its host, whose memory is what these make.
 
+ms: what a step takes, from the third on, without the watching (not with --trace): see tools/clock.py; the
+machine's constants are kept in --machine F, by default a file in runs/.
+
 With --ranks, one of so many ranks is simulated, without the others or data: shapes and bytes are the code's.
 --trace writes a Chrome trace of each rank's third step. A formula is a line `name  formula` in the docstring:
 P parameters, R on the rank with most, T in the largest tensor, U in a block, E in no block; L layers, a
@@ -25,7 +28,8 @@ weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of 
 G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1 over gloo. With M mixtures of X
 experts on e ranks, of which a token takes t: U parameters in an expert, D outside them; an all-to-all depends
 on tokens, the formula is its mean. H parameters in Muon's matrices, O of them on the rank with most, q bytes
-of a number in Newton-Schulz, o bytes of an outer momentum.
+of a number in Newton-Schulz, o bytes of an outer momentum. Letters of time
+alone are in single.py; H are diloco.py's steps from exchange to exchange.
 """
 
 import argparse
@@ -44,18 +48,22 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from clock import Clock
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from watch import Watch
 
 HELD = ("parameters", "gradients", "optimizer", "activations", "host")
+TIME = ("compute", "exposed", "idle")
 
 
-def read_formulas(lesson, config):
-    """{what is held or sent: formula}. A line may be `with --policy full` or `without --params`."""
+def read_formulas(lesson, config, of_time=False):
+    """{what is held or sent, or takes time: formula}. A line may be `with --policy full`, or `without`."""
     formulas = {}
     for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
+        if (name in TIME) != of_time:
+            continue
         choice = re.search(r"(with|without) --(\w+) ?(\w*)", more)
         if not choice or (getattr(config, choice[2]) in (True, choice[3])) == (choice[1] == "with"):
             formulas[name] = formula
@@ -84,6 +92,7 @@ def letters_of(lesson, config, ranks, backend):
     block = sum(param.numel() for param in model.blocks[0].parameters())
     letters = {"P": sum(sizes), "T": max(sizes), "U": block, "E": sum(sizes) - config.layers * block}
     letters |= zip("Lahsv", (getattr(config, name) for name in lesson.SHAPE))
+    letters["Q"] = 6 * letters["P"] + 12 * config.layers * config.width * config.context
     letters |= {"N": ranks, "k": config.accum, "b": config.batch / config.shares / config.accum}
     width = lesson.DTYPES[config.dtype].itemsize
     letters |= {"w": width, "m": max(width, 4), "c": 4 * (width == 2), "g": int(backend == "gloo")}
@@ -99,7 +108,7 @@ def letters_of(lesson, config, ranks, backend):
         letters["U"] = 8 * config.width**2 + 5 * config.width
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
     if hasattr(config, "outer_lr"):
-        letters["o"] = letters["m"] * (config.outer_lr < 1)
+        letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
     if hasattr(config, "gather"):
         matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
         owned = Counter()
@@ -119,8 +128,8 @@ def parameters_of_stage(config, letters, stage):
     return blocks * ((12 * h * h + 7 * h) // config.tp + 6 * h) + ends
 
 
-def run(lesson, config, trace=None):
-    """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
+def run(lesson, config, trace=None, clock=None):
+    """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms}). clock: told of lines."""
     watch = Watch()
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     microbatches, print_step = lesson.microbatches, lesson.print_step
@@ -153,6 +162,8 @@ def run(lesson, config, trace=None):
         history["losses"].append(loss.item())
         history["grad_norms"].append(grad_norm.item())
         history["step_ms"].append(1e3 * (time.perf_counter() - started))
+        if clock:
+            clock.ends.append(time.perf_counter())
 
     watched = mock.patch.object(threading.Thread, "run", lambda thread: watch.run_thread(thread))
     with mock.patch.multiple(lesson, microbatches=begin, print_step=end), watched:
@@ -161,14 +172,15 @@ def run(lesson, config, trace=None):
     return watch, history
 
 
-def result_of(lesson, config, watch, history):
-    """What --json writes: the most of any rank, with the formulas' values."""
+def result_of(lesson, config, watch, history, clock=None, machine=None):
+    """What --json writes: the most of any rank, with the formulas' values. machine: a file."""
     ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
-    dist.all_gather_object(everyone, (watch.held(), watch.sent, watch.elements))
-    held, sent, elements = Counter(), Counter(), Counter()
-    for rank_held, rank_sent, rank_elements in everyone:
+    dist.all_gather_object(everyone, (watch.held(), watch.sent, watch.elements, watch.flops))
+    held, sent, elements, computed = Counter(), Counter(), Counter(), 0
+    for rank_held, rank_sent, rank_elements, flops in everyone:
+        computed = max(computed, flops)
         held |= rank_held
         sent |= rank_sent
         elements |= rank_elements
@@ -190,7 +202,11 @@ def result_of(lesson, config, watch, history):
         if name == "all-to-all" and name not in formulas:
             name = "reduce-scatter"
         result["sent"].setdefault(name, {"formula": 0})[what] = number
+    of_time = read_formulas(lesson, config, True)
+    result["flops"] = {"formula": evaluate(of_time["compute"], letters), "measured": computed}
     result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
+    if clock:
+        result |= clock.compare(lesson, config, result, letters, of_time, evaluate, machine)
     return result
 
 
@@ -201,6 +217,13 @@ def show(result, formulas):
         for name, row in result[part].items():
             expected, measured = f"{row['formula'] / 1e6:.2f} MB", f"{row[column] / 1e6:.2f} MB"
             print(f"  {name:<16}{formulas.get(name, '-'):<28}{expected:>12}{measured:>12}")
+    expected, measured = (f"{result['flops'][key] / 1e9:.2f} GF" for key in ("formula", "measured"))
+    print(f"{'computes FLOPs':<18}{formulas['compute']:<28}{expected:>12}{measured:>12}")
+    if "ms" in result:
+        print("ms of a step")
+        for part, row in result["ms"].items():
+            formula = formulas.get(part, "-")
+            print(f"  {part:<16}{formula:<28}{row['formula']:>9.1f} ms{row['measured']:>9.1f} ms")
 
 
 def simulate(lesson, config, ranks, rank, backend="nccl"):
@@ -273,6 +296,7 @@ def main():
     parser.error = refuse
     parser.add_argument("--json")
     parser.add_argument("--trace")
+    parser.add_argument("--machine")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("lesson")
@@ -288,9 +312,11 @@ def main():
         result = simulate(lesson, config, given.ranks, given.rank)
     else:
         config = lesson.parse(flags)
-        result = result_of(lesson, config, *run(lesson, config, given.trace))
+        lines = config.steps // getattr(config, "inner_steps", 1)
+        clock = Clock() if lines > 2 and not given.trace else None
+        result = result_of(lesson, config, *run(lesson, config, given.trace, clock), clock, given.machine)
     if given.ranks or dist.get_rank() == 0:
-        show(result, read_formulas(lesson, config))
+        show(result, read_formulas(lesson, config) | read_formulas(lesson, config, True))
         if given.json:
             Path(given.json).write_text(json.dumps(result))
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 # {what the operator's name contains: (collective, passes round the ring)}
 COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatter", 1)}
@@ -20,6 +21,9 @@ COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "
 COLLECTIVES |= {"broadcast": ("broadcast", 1), "reduce_": ("reduce", 1)}
 AXES = ("tensor", "pipeline", "tie", "data")  # groups of a mesh, of which all bytes are counted together
 LINKS = {"host_0": "down", "upload_0": "up"}  # threads of offload.py; what they make is the host's
+# Attention's passes over s x s scores: FLOPs of a number of q for each key. (On a GPU torch counts them.)
+ATTENTION = {"aten::_scaled_dot_product_flash_attention_for_cpu": 4}
+ATTENTION |= {"aten::_scaled_dot_product_flash_attention_for_cpu_backward": 8}
 COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
 
 
@@ -30,6 +34,16 @@ def tensors_in(tree):
 def owner_of(tensor):
     """The thread that made its storage. None: the main thread."""
     return getattr(tensor.untyped_storage(), "owner", None)
+
+
+def flops_of(function, args, kwargs, result):
+    name = function.name().split(".")[0]
+    if name in ATTENTION:
+        query, keys = args[:2] if name.endswith("cpu") else args[1:3]
+        return ATTENTION[name] * query.numel() * keys.shape[-2]
+    packet = function.overloadpacket
+    count = flop_registry.get(torch.ops.aten.addmm if packet == torch.ops.aten.addmm_ else packet)
+    return count(*args, **kwargs, out_val=result) if count else 0
 
 
 def noted(function, note):
@@ -61,6 +75,7 @@ class Watch(TorchDispatchMode):
         self.same = []  # of each number another one of the same kind, or itself
         self.sent = Counter()
         self.elements = Counter()  # of parameters, by dtype
+        self.flops = 0  # of matrix products and attention, of the main thread
         self.patches = ExitStack()
         self.thread_run = threading.Thread.run
 
@@ -137,6 +152,8 @@ class Watch(TorchDispatchMode):
         if self.on is not False and function.namespace != "prim":  # a question about a fake tensor
             with self.lock:
                 self.see(function, tensors_in((args, kwargs)), tensors_in(result), args)
+                if self.on and not getattr(self.here, "name", None):
+                    self.flops += flops_of(function, args, kwargs or {}, result)
         return result
 
     def see(self, function, given, made, args):
