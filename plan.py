@@ -6,9 +6,8 @@ Idea
     its computation; what is sent beside it takes time only where it takes longer.
 
 Memory, Communication
-    Of the rank with most, by the formulas in tools/formulas.py. On a mesh of t x p x d, d replicas use ZeRO-1.
-    The batch is the same in each row: to one microbatch of a rank in DP a replica of t x p x C ranks (--cp C)
-    has tpC. With --accum 0.5 two ranks share a microbatch, so DP has no row.
+    Of the rank with most, by the formulas in tools/formulas.py. In t x p x d meshes d replicas use ZeRO-1.
+    All rows have one batch: replicas of t x p x C ranks (--cp C) have tpC times the --accum, say 0.5.
 
 Time
     F, the forward of a microbatch: 2 FLOPs a parameter and token and 4sh a token for a layer's attention, at
@@ -69,8 +68,8 @@ SIZES = {
     "gpt2-xl": "48 25 1600 1024 50257",
     "7.5b": "32 34 4352 2048 50257",
 }
-# TFLOP/s of the data sheet and of the best matrix product, GB, GB/s of memory (Bekman, ML Engineering,
-# compute/accelerator), and of NVLink and a network card, 80% of one way, as all-reduces reach.
+# Bekman, ML Engineering (github.com/stas00/ml-engineering): data sheets, but of --tflops what the best matrix
+# product reaches, and 80% of the GB/s one way of NVLink and of a network card, as it says of all-reduces.
 FIGURES = ("peak_tflops", "tflops", "gpu_gb", "hbm_gbps", "gbps", "gbps_nodes")
 GPUS = {
     "h100": "989 794.5 80 3350 360 40",
@@ -87,11 +86,11 @@ ZERO = {"DP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3, "HSDP": 3, "DiLoCo": 0, 
 class Rank:
     """What a rank holds (bytes), sends (bytes per step) and takes (ms per step)."""
 
-    def __init__(self, job, params):
+    def __init__(self, job, params, microbatches):
         self.job = job
         self.params = params
+        self.microbatches = microbatches
         self.activations = None
-        self.microbatches = 1
         self.forward = self.backward = 0  # ms of a microbatch
         self.sent = 0
         self.ms = {"computation": 0, "inside": 0, "between": 0, "idle": 0}
@@ -115,19 +114,19 @@ def link(job, ranks, apart=1, ring=True):
 
 
 def replica(job, tensor, pipeline, stage):
-    """The Rank of a stage, without what it shares with other replicas."""
+    """The Rank of a stage, without what divide() adds."""
     shape, batch, stages = job.shape, job.micro_batch, STAGES_OF_A_RANK[job.schedule]
+    microbatches = round(job.accum * tensor * pipeline * job.cp)
     if not shape:
-        return Rank(job, job.params)
+        return Rank(job, job.params, microbatches)
     ends = stage == 0, stage == (pipeline - 1 if stages == 1 else 0)
     own = shape._replace(layers=(shape.layers + stage) // pipeline, seq=shape.seq // job.cp)
     params = parameters(own.layers, shape.hidden, shape.vocab, shape.seq, tensor, *ends)
     params = -(-params * job.params // whole_model(shape))  # --params may differ from the closed form
-    rank = Rank(job, params)
-    rank.microbatches = round(job.accum * tensor * pipeline * job.cp)
+    rank = Rank(job, params, microbatches)
     split = tensor, job.sequence_parallel, BYTES[job.precision][0]
     flash = job.attention != "math"
-    in_flight = min(rank.microbatches, pipeline - stage * (stages == 1))  # arXiv 2104.04473, section 2.2
+    in_flight = min(microbatches, pipeline - stage * (stages == 1))  # arXiv 2104.04473, section 2.2
     chunk = 1024 if job.attention == "fused" else math.inf
     rank.activations = activations(own, batch, job.recompute, *split, flash, in_flight, ends, chunk)
     tokens = batch * own.seq
@@ -136,7 +135,7 @@ def replica(job, tensor, pipeline, stage):
     rank.forward = attention + rank.compute(2 * tokens * rank.params, moved)
     again = {"none": 0, "selective": attention * (not flash), "full": rank.forward}
     rank.backward = 2 * rank.forward + again[job.recompute]
-    rank.ms["computation"] = rank.microbatches * (rank.forward + rank.backward)
+    rank.ms["computation"] = microbatches * (rank.forward + rank.backward)
     travel(rank, own, split, pipeline, len({0, pipeline - 1} - {stage}) * stages, 3 * attention)
     if ends[0] != ends[1]:  # the first and the last stage add up the embedding's gradients
         rank.send(split[-1] * shape.hidden * -(-shape.vocab // tensor), pipeline, tensor * job.cp)
@@ -195,7 +194,7 @@ def row(job, kind, tensor=1, pipeline=1):
     active = job.params
     if kind == "EP":
         active = spread(shape, job.params, job.experts, job.top_k, job.gpus)[2]
-    size, sent, ms = {"sum": 0}, 0, {"sum": -1}
+    size, sent, ms = {"sum": 0}, 0, {"sum": 0}
     # Of stages with as many layers an earlier one has more in flight, so these show the most.
     for stage in {0, 1, -(shape.layers if shape else 1) % pipeline, pipeline - 1} - {pipeline}:
         rank = replica(changed(job, params=active), tensor, pipeline, stage)
@@ -231,7 +230,8 @@ def strategies(job):
     yield from (("DP", 1, 1), ("ZeRO-1", 1, 1))
     if job.optimizer == "muon":
         return
-    yield from (("ZeRO-2", 1, 1), ("ZeRO-3", 1, 1))
+    yield "ZeRO-2", 1, 1
+    yield "ZeRO-3", 1, 1
     if job.shard and job.gpus % job.shard == 0:
         yield "HSDP", 1, 1
     if job.inner_steps > 1:
@@ -277,11 +277,11 @@ def fastest(row):
 
 def alternatives(asked):
     """Fewer sequences at a time, split over ranks, and each way to recompute."""
-    sizes = divisors(asked.micro_batch)[::-1]
+    parts = divisors(asked.micro_batch)
     contexts = divisors(math.gcd(asked.gpus, asked.shape.seq if asked.shape else 1))
-    for size, split, cp in itertools.product(sizes, (asked.sequence_parallel, True), contexts):
-        accum = asked.accum * (asked.micro_batch // size)
-        yield changed(asked, recompute="all", micro_batch=size, accum=accum, sequence_parallel=split, cp=cp)
+    for times, split, cp in itertools.product(parts, (asked.sequence_parallel, True), contexts):
+        size = {"micro_batch": asked.micro_batch // times, "accum": asked.accum * times}
+        yield changed(asked, recompute="all", sequence_parallel=split, cp=cp, **size)
 
 
 def named(asked, job, row):
@@ -313,7 +313,6 @@ def advise(job):
 
 
 def giga(size):
-    """Three significant digits, in 10^9."""
     if size is None:
         return "-"
     return f"{size / 1e9:.0f}" if size >= 999.5e9 else f"{size / 1e9:#.3g}".rstrip(".")
@@ -333,7 +332,6 @@ def cells(row):
 
 
 def show(job, rows, advice):
-    """Print the table, what its words mean, and the advice."""
     gpus = f"{job.gpus} GPU{'s'[: job.gpus - 1]} of {giga(job.gpu_gb * 1e9)} GB, {job.tflops:g} TFLOP/s"
     batch = f"batch {job.micro_batch * job.accum * job.gpus:.0f} | checkpoint {giga(12 * job.params)} GB"
     links = f"{job.gbps:g} and {job.gbps_nodes:g} GB/s"
@@ -413,10 +411,12 @@ def parse(arguments=None):
     parser.add_argument("--sequence-parallel", action="store_true", help="beside tensor parallelism")
     for name in Shape._fields:
         parser.add_argument(f"--{name}", type=int, help="of the shape, in place of the size's")
-    known = parser.parse_args(arguments)
-    parser.set_defaults(accum=1, **dict(zip(FIGURES, map(float, GPUS[known.gpu].split()))))
-    parser.set_defaults(**dict(zip(Shape._fields, map(int, SIZES.get(known.size, "").split()))))
     job = parser.parse_args(arguments)
+    given = dict(zip(Shape._fields, map(int, SIZES.get(job.size, "").split()))) | {"accum": 1}
+    given |= dict(zip(FIGURES, map(float, GPUS[job.gpu].split())))
+    for name, value in given.items():
+        if vars(job)[name] is None:
+            vars(job)[name] = value
     asked = [name for name in SHAPED if getattr(job, name) != parser.get_default(name)]
     job.shape = Shape(*(vars(job).pop(name) for name in Shape._fields))
     for problem in find_problems(job, asked):
