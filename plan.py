@@ -12,8 +12,8 @@ Memory, Communication
 Time
     F, the forward of a microbatch: 2 FLOPs a parameter and token and 4sh a token for a layer's attention, at
     --tflops; and what layers would keep, written and read once, at --hbm-gbps. A backward B takes 2F, with
-    --recompute full 3F. Then the optimizer reads gradients and states, and writes states; muon takes 280hhh
-    FLOPs a block, shared by owners. MFU: 6P + 12Lsh FLOPs a token (PaLM, 2204.02311, B) over --peak-tflops.
+    --recompute full 3F. Then the optimizer reads and writes its states; muon takes 280hhh FLOPs a block,
+    shared by owners. MFU counts 6P + 12Lsh FLOPs a token (PaLM, arXiv 2204.02311, B), over --peak-tflops.
     What computation does not hide, with c for an all-gather or a reduce-scatter of P, and k microbatches:
     DP      max(0, 2c - B)                          ZeRO-2  max(0, c - F) + k max(0, c - B)
     ZeRO-1  max(0, c - F) + max(0, c - B)           ZeRO-3  k max(0, c - F) + k max(0, 2c - B)
@@ -184,7 +184,7 @@ def divide(job, kind, rank, data, apart):
         _, across = hybrid_wire(params, data, group, k, width)
         rank.send(across, data // group, group, rank.backward)
     newton_schulz = matrices and matrices * 70 / 3 * job.shape.hidden / (group if zero else 1)
-    rank.ms["computation"] += rank.compute(newton_schulz, sum(held.values()) + held["optimizer"])
+    rank.ms["computation"] += rank.compute(newton_schulz, 2 * held["optimizer"])
     rank.held = held | {"activations": rank.activations}
 
 
@@ -285,6 +285,7 @@ def alternatives(asked):
 
 
 def named(asked, job, row):
+    """A strategy, and the flags that differ from those asked for."""
     text = row["strategy"]
     for name, value in (vars(job) | {"recompute": row["recompute"]}).items():
         if value != getattr(asked, name):
@@ -324,6 +325,7 @@ NO_SHAPE = "-: activations and times need a shape (--size, or --layers --heads -
 
 
 def cells(row):
+    """What the table shows of a row."""
     name = row["strategy"] + f", {row['recompute']}" * (row["recompute"] != "none")
     line = [name, *map(giga, row["bytes"].values()), "yes" if row["fits"] else "no", f"{row['idle']:.0%}"]
     if row["ms"]:
@@ -347,11 +349,9 @@ def show(job, rows, advice):
         tokens = job.micro_batch * job.gpus * job.shape.seq
         ranks = most_ranks(tokens, flops, link(job, job.gpus)[1] * 1e3)
         tensor = most_ranks(4 * job.shape.hidden, flops, job.gbps * 1e9)
-        print(
-            f"Compute-bound: {tokens} tokens at a time up to N = {ranks} in DP and FSDP; up to t = {tensor}"
-        )
+        bounds = f"Compute-bound up to N = {ranks} in DP and FSDP, with {tokens} tokens at once, t = {tensor}"
         device, host = map(giga, offloaded(job.shape, job.gpus, True))
-        print(f"offload.py --params, in 16 bits: {device} GB and activations on a GPU, {host} GB on its host")
+        print(f"{bounds}. offload.py --params: {device} GB and activations, {host} GB on the host.")
     print(f"{NOTE if job.shape else NO_SHAPE}\n{advice}")
 
 
