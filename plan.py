@@ -349,9 +349,7 @@ def show(job, rows, advice):
         tokens = job.micro_batch * min(job.accum, 1) * job.gpus * job.shape.seq
         ranks = most_ranks(tokens, flops, link(job, job.gpus)[1] * 1e3)
         tensor = most_ranks(4 * job.shape.hidden, flops, job.gbps * 1e9)
-        bounds = (
-            f"Compute-bound up to N = {ranks} in DP and FSDP, with {tokens:.0f} tokens at once, t = {tensor}"
-        )
+        bounds = f"Compute-bound up to N = {ranks} in DP and FSDP, {tokens:.0f} tokens at once, t = {tensor}"
         device, host = map(giga, offloaded(job.shape, job.gpus, True))
         print(f"{bounds}. offload.py --params: {device} GB and activations, {host} GB on the host.")
     print(f"{NOTE if job.shape else NO_SHAPE}\n{advice}")
