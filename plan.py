@@ -6,8 +6,8 @@ Idea
     its computation; what is sent beside it takes time only where it takes longer.
 
 Memory, Communication
-    Of the rank with most, by the formulas in tools/formulas.py. In t x p x d meshes d replicas use ZeRO-1.
-    All rows have one batch: replicas of t x p x C ranks (--cp C) have tpC times the --accum, say 0.5.
+    Of the rank with most, by tools/formulas.py. In t x p x d meshes the d replicas use ZeRO-1. All rows have
+    the same batch: a replica of t x p x C ranks (--cp C) takes tpC times --accum microbatches (0.5, too).
 
 Time
     F, the forward of a microbatch: 2 FLOPs a parameter and token and 4sh a token for a layer's attention, at

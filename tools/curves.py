@@ -12,11 +12,13 @@ def draw(tables, file):
             points = curves.setdefault(row["strategy"] if alone else "fastest t x p x d", {})
             if row["fits"]:
                 points.setdefault(gpus, (row["bytes"]["sum"] / 1e9, row["ms"]["sum"]))
-    figure = Figure(figsize=(10, 4))
+    figure = Figure(figsize=(10, 4), layout="constrained")
     for i, pane in enumerate(figure.subplots(1, 2)):
         for name, points in curves.items():
             if points:
                 pane.plot(points.keys(), [point[i] for point in points.values()], marker=".", label=name)
-        pane.set(xlabel="GPUs", ylabel=("GB on a GPU", "ms per step")[i], xscale="log", yscale="log")
+        pane.set(xlabel="GPUs", ylabel=("GB on a GPU", "ms per step")[i])
+        pane.set_xscale("log", base=2)
+        pane.set_ylim(bottom=0)
     pane.legend()
     figure.savefig(file, format="svg")
