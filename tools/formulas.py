@@ -1,0 +1,205 @@
+"""The formulas of plan.py: what each strategy holds and sends, and what computation hides.
+
+Memory
+    P = L(12h^2 + 13h) + hv + sh + 2h parameters: L layers of width h, v tokens in the vocabulary, s in a
+    sequence; the head is the embedding.
+    bytes         mixed   fp32    ZeRO-1   ZeRO-2   ZeRO-3
+    parameters    2P      4P                        / N
+    gradients     2P      4P               / N      / N
+    optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
+    HSDP's F ranks share a copy by ZeRO-3: / F (hsdp.py). DiLoCo holds 26P, in fp32 24P: outer weights and
+    momentum, gradients in fp32 (diloco.py). Muon (muon.py) holds one moment of each of 12Lh^2 parameters in
+    matrices: 4 less. Experts (expert_parallel.py) are shared by e ranks: D + MXU/e parameters in place of P.
+    Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
+    with dropout's masks; with flash attention none keeps what selective does:
+    none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
+    selective     sbh(10 + 24/t)                                           34sbh/t
+    full          2sbh                                                     2sbh/t (as blocks enter split)
+    and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head (with --attention fused, at most
+    1024 tokens in place of sb in the second term: fusion.py) and what a layer computes again.
+    Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight, in
+    --schedule zb-v (2401.10241, 6) up to p on each rank; its first rank has both ends. Idle, if F = B = W:
+    1f1b          (p-1)/(m + p-1)
+    zb-v          0 for 2p microbatches and more, else n/(6m + n) with n = 2p-1-m
+
+Communication
+    A rank's bytes per step on a ring, with w = 2 or 4 bytes a number and k microbatches (--accum):
+    DP, ZeRO-1    2wP(N-1)/N       an all-reduce, or its halves (arXiv 1910.02054, section 7)
+    ZeRO-2        (1+k)wP(N-1)/N   a reduce-scatter for each microbatch, an all-gather
+    ZeRO-3        3kwP(N-1)/N      two all-gathers and a reduce-scatter for each (FSDP, arXiv 2304.11277)
+    DiLoCo        8P(N-1)/(NH)     in the mean: fp32 weights, once in --inner-steps H (2311.08105)
+    HSDP          3kwP(F-1)/F      those within --shard F ranks (2304.11277, 3.2.2), and once in a step
+                  + 2w(P/F)(N-F)/N an all-reduce of shards, across hosts if F are the GPUs of one
+    tensor        8wbsh(t-1)/t     a layer and microbatch; 4 more with full, which runs forward again, 2 more
+                                   with --sequence-parallel, which in backward gathers again what it split
+    pipeline      wbsh             forward, and backward, over each boundary for each microbatch; zb-v twice
+    context       2wbsh(3C-2)/C    a layer and microbatch of ring attention on --cp C ranks
+    experts       4wkbsh(e-1)/e    a layer with --experts on e ranks, --top-k k, and microbatch, in the mean;
+                                   + 8D(N-1)/N + 8(MXU/e)(N-e)/N in fp32: all-reduces of gradients
+    offload       2wP/N            between a GPU and its host; with --params wP/N down, (2P - two units)w/N up
+"""
+
+import math
+from collections import namedtuple
+
+Shape = namedtuple("Shape", "layers heads hidden seq vocab")
+BYTES = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}  # of a parameter, of its gradient, in the optimizer
+
+
+def parameters(layers, hidden, vocab, seq, tensor=1, first=True, last=True):
+    """Parameters of a GPT whose head is its embedding, on one of `tensor` ranks, which must divide hidden.
+
+    Norms, row-parallel biases and positions are whole (arXiv 1909.08053). first, last: of the model.
+    """
+    layer = (12 * hidden**2 + 7 * hidden) // tensor + 6 * hidden
+    embedding = hidden * -(-vocab // tensor) * (first or last)
+    return layers * layer + embedding + first * seq * hidden + last * 2 * hidden
+
+
+def whole_model(shape):
+    return parameters(shape.layers, shape.hidden, shape.vocab, shape.seq)
+
+
+def states(stage, params, ranks, precision="mixed", matrices=0):
+    """{name: bytes} of parameters, gradients and optimizer on a rank in ZeRO's stage 1 to 3 (0: DP).
+
+    matrices: how many of the parameters are Muon's (2502.16982), which has one moment of each.
+    """
+    sharded = ("optimizer", "gradients", "parameters")[:stage]
+    sizes = zip(("parameters", "gradients", "optimizer"), BYTES[precision])
+    held = {name: size * (-(-params // ranks) if name in sharded else params) for name, size in sizes}
+    held["optimizer"] -= 4 * (matrices // ranks if stage else matrices)
+    return held
+
+
+def layer_activations(
+    shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2, flash=False
+):
+    """Bytes that a layer keeps for backward on a rank (arXiv 2205.05198, table 2), `width` bytes a number.
+
+    `tensor` must divide the heads, with sequence_parallel also the sequence. flash: scores are never stored.
+    """
+    numbers = batch * shape.seq * shape.hidden
+    if recompute == "full":
+        return width * numbers // (tensor if sequence_parallel else 1)
+    # 16 tensors and 2 masks; whole are the masks and the inputs of norms and of column-parallel matrices.
+    whole = (4 * width + 2) * numbers // (tensor if sequence_parallel else 1)
+    stored = recompute == "none" and not flash
+    scores = (2 * width + 1) * batch * shape.heads * shape.seq**2 * stored
+    return whole + (12 * width * numbers + scores) // tensor
+
+
+def activations(
+    shape,
+    batch,
+    recompute="none",
+    tensor=1,
+    sequence_parallel=False,
+    width=2,
+    flash=False,
+    in_flight=1,
+    ends=(True, True),
+    chunk=math.inf,
+):
+    """Bytes of activations at their peak on a rank whose stage has shape.layers layers (section 4.3).
+
+    in_flight: microbatches after their forward. ends: is the embedding, is the head, with logits of a chunk.
+    """
+    how = tensor, sequence_parallel, width, flash
+    kept, whole = (layer_activations(shape, batch, policy, *how) for policy in (recompute, "none"))
+    numbers = batch * shape.seq * shape.hidden // (tensor if sequence_parallel else 1)
+    head = 2 * width * numbers + 4 * min(batch * shape.seq, chunk) * -(-shape.vocab // tensor)
+    # What is there for a moment: a layer that is recomputed, or the loss.
+    return in_flight * (shape.layers * kept + ends[0] * numbers) + max(whole - kept, ends[1] * head)
+
+
+def wire(stage, params, ranks, microbatches=1, width=2):
+    """Bytes that a rank of a ring sends per step in ZeRO's stage 0 to 3 (arXiv 1910.02054, section 7)."""
+    times = (2, 2, 1 + microbatches, 3 * microbatches)[stage]
+    return times * width * params * (ranks - 1) // ranks
+
+
+def hybrid_wire(params, ranks, shard, microbatches=1, width=2):
+    """(bytes within the `shard` ranks that share a copy, bytes across copies) of a rank of HSDP per step."""
+    within = wire(3, params, shard, microbatches, width)
+    return within, wire(0, params // shard, ranks // shard, 1, width)  # an all-reduce of the shard
+
+
+def exposed(stage, params, ranks, microbatches, width, forward, backward):
+    """Bytes of wire() that computation does not hide, if a forward hides so many, a backward so many."""
+    gathers = (0, 1, 1, microbatches)[stage]
+    backwards = (1, 1, microbatches, microbatches)[stage]
+    half = wire(1, params, ranks, 1, width) / 2
+    reduced = wire(stage, params, ranks, microbatches, width) - gathers * half
+    return gathers * max(0, half - forward) + max(0, reduced - backwards * backward)
+
+
+def most_ranks(size, flops, speed):
+    """How many ranks can share a batch of `size` tokens in DP or FSDP, or an MLP of that width by tensors.
+
+    More would wait for messages of 16 bits, with FLOP/s and bytes/s of a rank (scaling-book, training).
+    """
+    return int(size * speed / flops)
+
+
+def tensor_wire(shape, batch, recompute="none", tensor=1, sequence_parallel=False, width=2, microbatches=1):
+    """Bytes that a rank of a ring sends per step in shape.layers layers (arXiv 1910.02054, section 8)."""
+    times = 8 + 2 * sequence_parallel + 4 * (recompute == "full")
+    numbers = microbatches * shape.layers * batch * shape.seq * shape.hidden
+    return times * width * numbers * (tensor - 1) // tensor
+
+
+def context_wire(shape, batch, ranks, width=2, microbatches=1):
+    """Bytes that a rank sends per step in shape.layers layers (arXiv 2310.01889, 2309.14509)."""
+    numbers = microbatches * shape.layers * batch * shape.seq * shape.hidden // ranks
+    return 2 * width * numbers * (3 * ranks - 2) * (ranks > 1)
+
+
+def mixture(dense, mixtures, mlp, width, experts, top_k):
+    """(all parameters, a token's) when experts replace some of a dense model's MLPs, of `mlp` parameters."""
+    routers = mixtures * experts * width
+    return [dense + routers + mixtures * mlp * (number - 1) for number in (experts, top_k)]
+
+
+def dispatch_wire(shape, batch, ranks, top_k, width=2, microbatches=1):
+    """Bytes that a rank sends per step in the mean, to experts in every other layer, and back."""
+    rows = (shape.layers + 1) // 2 * microbatches * batch * shape.seq * top_k
+    return 4 * width * rows * shape.hidden * (ranks - 1) // ranks
+
+
+def spread(shape, dense, experts, top_k, gpus):
+    """How experts are spread over ranks, if they replace every other MLP of a model of `dense` parameters.
+
+    (parameters of a rank's experts, of all else, that a token meets; ranks that share all experts)
+    """
+    mixtures = (shape.layers + 1) // 2
+    mlp = 8 * shape.hidden**2 + 5 * shape.hidden
+    total, active = mixture(dense, mixtures, mlp, shape.hidden, experts, top_k)
+    ranks = math.gcd(experts, gpus)
+    all_experts = mixtures * mlp * experts
+    return all_experts // ranks, total - all_experts, active, ranks
+
+
+def offloaded(shape, ranks, with_params=False):
+    """Bytes of offload.py in bf16: weights and gradients on a device, all else on its host."""
+    model, block = whole_model(shape), parameters(1, shape.hidden, 0, 0, 1, False, False)
+    rest = model - shape.layers * block
+    on_device = rest + 2 * block if with_params else model
+    gradients = max(2 * rest, rest + 2 * block, 3 * block)
+    return 2 * (on_device + gradients), 20 * model // ranks
+
+
+def local_steps(params, ranks, inner_steps, precision="mixed"):
+    """({name: bytes} held, bytes sent per step in the mean) of diloco.py, which exchanges fp32 numbers."""
+    held = states(0, params, 1, precision) | {"gradients": 4 * params}
+    held["parameters"] += 4 * params  # outer weights
+    held["optimizer"] += 4 * params  # outer momentum
+    return held, wire(0, params, ranks, 1, 4) // inner_steps
+
+
+def idle(schedule, pipeline, microbatches):
+    """Share of a step that the rank that works longest is idle, with `pipeline` microbatches or more."""
+    turns = 6 * (pipeline - 1)  # of F, B or W in half of a rank's layers
+    if schedule == "zb-v":
+        turns = max(2 * pipeline - 1 - microbatches, 0)
+    return turns / (6 * microbatches + turns)
