@@ -1,12 +1,12 @@
 """What each lesson's step takes by its docstring, beside what it takes: docs/results/time.json.
 
-    python bench/predict.py --rounds 3                         (root on Linux: two hosts, 1 Gbit/s between them)
+    python bench/predict.py --rounds 3                  (root on Linux: two hosts, 1 Gbit/s between them)
     python bench/predict.py --rounds 3 --hosts 4 --json four.json ddp zero3
 
-Each round runs tools/ledger.py on every lesson once, and measures the machine's constants anew, right after the
-lesson's steps: a machine that others share is not the same an hour later. Of the rounds the one with the middle
-ratio of predicted to measured counts, whole, so that its parts add up. Lessons of one process run without a
-network, with as many replicas or workers as hosts.
+Each round runs tools/ledger.py on every lesson once, and measures the machine's constants anew, right after
+the lesson's steps: a machine that others share is not the same an hour later. Of the rounds the one with the
+middle ratio of predicted to measured counts, whole, so that its parts add up. Lessons of one process run
+without a network, with as many replicas or workers as hosts.
 """
 
 import argparse
@@ -20,30 +20,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-LESSONS = [
-    "single",
-    "dp_threads",
-    "dp_async",
-    "collectives",
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "hsdp",
-    "muon",
-    "diloco",
-    "offload",
-]
-LESSONS += [
-    "tensor_parallel",
-    "sequence_parallel",
-    "context_parallel",
-    "expert_parallel",
-    "pipeline",
-    "zero_bubble",
-]
-LESSONS += ["pipeline_v", "parallel_3d", "checkpointing", "zero_r", "fusion", "resume", "survive"]
+from bench import ALL, ROOT
+
 OWN = {"diloco": "--inner-steps 4 --steps 24", "collectives": "--train"}
 ALONE = {"single": "", "dp_threads": "--replicas", "dp_async": "--workers"}
 
@@ -78,7 +56,7 @@ def row(name, cells):
 
 def main():
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
-    parser.add_argument("lessons", nargs="*", default=LESSONS)
+    parser.add_argument("lessons", nargs="*", default=ALL)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")

@@ -45,9 +45,9 @@ PARTS = ("computation", "exposed", "idle", "sum")
 
 
 class Clock:
-    """Notes when this process starts each collective, and when its main thread waits for one."""
+    """Notes when this process starts a collective, when its main thread waits for one, when a step ends."""
 
-    def __init__(self):
+    def __init__(self, lesson):
         self.starts = {}  # {(group, ranks of a message, its number there): seconds}
         self.waits = []  # (key, begin, end)
         self.ends = []  # of lines printed
@@ -55,12 +55,20 @@ class Clock:
         self.works = {}  # {id: (key, the work, whose id is then no other's)}
         self.patches = ExitStack()
         self.replace(dist.Work, "wait", self.timing(dist.Work.wait))
+        self.replace(lesson, "print_step", self.ending(lesson.print_step))
         for name in CALLS:
             if hasattr(dist.ProcessGroup, name):  # torch 2.11 lacks some
                 self.replace(dist.ProcessGroup, name, self.noting(name, getattr(dist.ProcessGroup, name)))
 
     def replace(self, where, name, by):
         self.patches.enter_context(mock.patch.object(where, name, by))
+
+    def ending(self, print_step):
+        def end(*arguments):
+            print_step(*arguments)
+            self.ends.append(time.perf_counter())
+
+        return end
 
     def noting(self, name, call):
         def start(group, *args, **kwargs):

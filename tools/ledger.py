@@ -128,8 +128,8 @@ def parameters_of_stage(config, letters, stage):
     return blocks * ((12 * h * h + 7 * h) // config.tp + 6 * h) + ends
 
 
-def run(lesson, config, trace=None, clock=None):
-    """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms}). clock: told of lines."""
+def run(lesson, config, trace=None):
+    """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
     watch = Watch()
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     microbatches, print_step = lesson.microbatches, lesson.print_step
@@ -162,8 +162,6 @@ def run(lesson, config, trace=None, clock=None):
         history["losses"].append(loss.item())
         history["grad_norms"].append(grad_norm.item())
         history["step_ms"].append(1e3 * (time.perf_counter() - started))
-        if clock:
-            clock.ends.append(time.perf_counter())
 
     watched = mock.patch.object(threading.Thread, "run", lambda thread: watch.run_thread(thread))
     with mock.patch.multiple(lesson, microbatches=begin, print_step=end), watched:
@@ -313,8 +311,8 @@ def main():
     else:
         config = lesson.parse(flags)
         lines = config.steps // getattr(config, "inner_steps", 1)
-        clock = Clock() if lines > 2 and not given.trace else None
-        result = result_of(lesson, config, *run(lesson, config, given.trace, clock), clock, given.machine)
+        clock = Clock(lesson) if lines > 2 and not given.trace else None
+        result = result_of(lesson, config, *run(lesson, config, given.trace), clock, given.machine)
     if given.ranks or dist.get_rank() == 0:
         show(result, read_formulas(lesson, config) | read_formulas(lesson, config, True))
         if given.json:
