@@ -1,8 +1,6 @@
 """One rank of a lesson, alone: a world whose other ranks are not there.
-
 Collectives go nowhere, in torch's fake process group, and a thread works as late as it may. What the lesson
-asks for goes to launch(), wait() and objects(), which streams.py and nccl_order.py have, each its own.
-"""
+asks for goes to launch(), wait() and objects(), which streams.py and nccl_order.py have, each its own."""
 
 import os
 import sys

@@ -1,9 +1,7 @@
 """Worlds of ranks that live on from test to test, runs of lessons in them, and mutants that must be rejected.
-
 world(4).run(function, ...) calls a function on each of four processes. train(name, 4, flags) runs a lesson
 there; watched, by tools/ledger.py. A check is a function of a lesson's name, or path, that asserts a promise;
-mutants() holds that it fails, for a given reason, on an edited copy of the lesson.
-"""
+mutants() holds that it fails, for a given reason, on an edited copy of the lesson."""
 
 import atexit
 import functools
@@ -224,9 +222,7 @@ def holds(names, *checks):
 
 def mutants(rows, names=None):
     """A test that a check fails, with a message that has this reason, when a lesson's `old` is `new`.
-
-    rows: (lessons, old, new, check, reason), without lessons if all rows are of these names.
-    """
+    rows: (lessons, old, new, check, reason), without lessons if all rows are of these names."""
     rows = [(names, *row) for row in rows] if names else rows
     each_alone = [(name, *row[1:]) for row in rows for name in row[0].split()]
 

@@ -1,11 +1,9 @@
 """The order that NCCL needs, and gloo forgives: what each rank asks for is recorded, then replayed together.
-
 In a group all ranks ask for the same in the same order. A communicator is made at its first use, while the
 hosts of all its ranks wait for one another: an unbatched message has one for its two ranks, all else the
 group's. What it does comes one after the other, each after all that was computed before it was asked for; it
 ends when all ranks are there, a message when its receiver is. In one hardware queue nothing overtakes what
-cannot start yet.
-"""
+cannot start yet."""
 
 from collections import Counter, defaultdict, deque
 from types import SimpleNamespace

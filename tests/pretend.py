@@ -1,9 +1,7 @@
 """GPUs that are not there: a lesson on a device of Python alone, over a pretended NCCL.
-
 It is loaded with "pretend" wherever it says "cuda". Tensors of that device have shapes and storages but no
 data (FakeTensorMode), those of the host are real. A Gpu sees operators, copies and streams, counts how often
-the host waits, and holds what a lesson must not do there; streams.py has the rest.
-"""
+the host waits, and holds what a lesson must not do there; streams.py has the rest."""
 
 import threading
 from collections import Counter

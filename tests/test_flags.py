@@ -21,8 +21,7 @@ BAD = {  # {command: {arguments: what the line names}}
         f"--size toy --gpus {HUGE}": "at most 10^6", f"--params 7b --gpus {10**6 + 1}": "--gpus",
         f"--size toy --micro-batch {HUGE}": "at most 10^6", f"--params {HUGE}b": "at most 10^15",
         "--size toy --gpu-gb inf": "--gpu-gb", "--size toy --experts 4 --top-k 5": "--top-k 5",
-    },
-    "tools/ledger.py": {
+    }, "tools/ledger.py": {
         "": "lesson", "no/such.py": "no/such.py", "README.md": "README.md: no such lesson",
         "tools/watch.py": "tools/watch.py: no such lesson", "--ranks x zero3.py": "--ranks",
         "--ranks 2 expert_parallel.py": "--ranks 2", "--ranks 2 resume.py": "--ranks 2",
@@ -31,14 +30,11 @@ BAD = {  # {command: {arguments: what the line names}}
         "--ranks 2 --rank -1 zero3.py": "--rank -1", "--rank 7 zero3.py": "--rank 7",
         "--json /no/x.json zero3.py": "--json /no/x.json", "--json tests zero3.py": "--json tests",
         "--trace LICENSE zero3.py": "--trace LICENSE", "--ranks 2 --trace x zero3.py": "--trace x",
-    },
-    "bench/bench.py": {
+    }, "bench/bench.py": {
         "nope": "nope", "--rounds 0": "--rounds", "ddp --hosts 100": "--hosts", "ddp --rate 0bit": "--rate",
         "ddp --json /no/x.json": "--json /no/x.json", "ddp --batch x": "--batch", "ddp --also '": "--also",
         "ddp --also=--prefetch=1": "--prefetch",
-    },
-    "tools/compare.py": {"/no/such ddp": "/no/such", "README.md": "README.md"},
-    "bench/gpu.py": {
+    }, "tools/compare.py": {"/no/such ddp": "/no/such", "README.md": "README.md"}, "bench/gpu.py": {
         "--rehearse --tflops x": "--tflops", "--rehearse --tflops nan": "--tflops nan",
         "--rehearse --tflops -1": "--tflops -1", "--rehearse ddp nope": "nope",
     },

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
@@ -39,6 +40,7 @@ def check_watch(name):
     optimizer.zero_grad()
     freed = torch.ones(500)
     with load(name).Watch() as watch:
+        torch.ones(3, 4).mm(torch.ones(4, 5, requires_grad=True)).sum().backward()
         weight.exp().sum().backward()  # which keeps exp's 1000 and the sum, and makes a gradient of 1000
         travelling = torch.zeros(2, 1000)
         travelling[0].copy_(weight.grad)
@@ -54,6 +56,7 @@ def check_watch(name):
     held, sent = watch.held(), watch.sent
     assert held["parameters"] == 4000 + 8000, "parameters and what they are cast to"
     assert held["optimizer"] == 8000 + 4, "two moments and a count"
+    assert watch.flops == 2 * 3 * 4 * 5 * 2, "a product and its weight's gradient"
     assert held["gradients"] == 4000 + 8000 + 8000, "gradients and what they are copied and sent to"
     assert sent["all-to-all", "wire"] == 8000 / 2, "an all-to-all sends (N-1)/N"
     assert sent["all-reduce", "calls"] == 1, "single numbers are not counted"
@@ -61,6 +64,21 @@ def check_watch(name):
     assert held["activations"] == 4000 + 4, "activations are what is alive when a backward begins"
     other = held["all"] - held["parameters"] - held["optimizer"] - held["gradients"]
     assert -4000 - 8000 - 2004 <= other <= 6000, f"{other} other bytes"
+
+
+@on_ranks(2)
+def check_clock(name):
+    """Rank 0 waits, idle, until rank 1 takes part in an all-reduce, and sends; rank 1 never waits."""
+    lesson, late = mock.Mock(), 0.1 * dist.get_rank()
+    clock = load(name).Clock(lesson)
+    for _ in range(4):
+        time.sleep(late)
+        dist.all_reduce(torch.ones(2))
+        time.sleep(late)
+        (dist.send if late else dist.recv)(torch.ones(2), 1 - dist.get_rank())
+        lesson.print_step()
+    ms = clock.measured(1)
+    assert 0.4 < ms["idle"] / ms["sum"] < 0.6 and ms["sum"] >= 200, f"idle for another time: {ms}"
 
 
 def simulated(lesson_name, ranks, rank, flags, backend):
@@ -108,19 +126,28 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     (out, _, code), _ = world(2).run(run_main, command)
     assert code == 0
     written = json.loads((tmp_path / "out.json").read_text())
-    keys = "lesson world_size backend device dtype n_params losses grad_norms step_ms held sent peak_bytes"
-    assert list(written) == keys.split()
+    keys = "lesson world_size backend device dtype n_params losses grad_norms step_ms held sent"
+    assert list(written) == [*keys.split(), "flops", "peak_bytes"]
     assert written["lesson"] == "zero3" and written["world_size"] == 2 and len(written["losses"]) == 3
     row = written["held"]["parameters"]
     numbers = f"{row['formula'] / 1e6:.2f} MB {row['measured'] / 1e6:.2f} MB"
     assert f" parameters mP/N + w(E+(1+f)U) {numbers}" in re.sub(r" +", " ", out)
     assert set(written["sent"]["all-gather"]) == {"formula", "calls", "payload", "wire"}
     assert len(list((tmp_path / "traces").glob("rank*.json"))) == 2
-    events = json.loads(next((tmp_path / "traces").glob("rank0*.json")).read_text())["traceEvents"]
-    assert any("all_gather" in str(event.get("name")) or "gloo" in str(event.get("name")) for event in events)
+    assert "gloo" in next((tmp_path / "traces").glob("rank0*.json")).read_text()
+    command = f"--json {tmp_path}/out.json --machine {tmp_path}/c.json {ROOT / 'ddp.py'} {EVEN} --steps 4"
+    world(2).run(run_main, command)
+    written = json.loads((tmp_path / "out.json").read_text())
+    ms, machine = written["ms"], written["machine"]
+    assert [machine] == [*json.loads((tmp_path / "c.json").read_text()).values()] and machine["beta"] > 0
+    assert sum(ms[part]["formula"] for part in list(ms)[:3]) == pytest.approx(ms["sum"]["formula"])
+    known = {"C": 1, "M": 1, "beta": 1, "gamma": 0.5}
+    predicted = load("tools/clock").predicted({"compute": 4, "exposed": 1, "idle": 0.5}, 3, 2, known)
+    assert [*predicted.values()] == [4000 + 2000 + 1000, 1000, 2000, 10000]
 
 
 test_formulas_are_read_and_evaluated = holds("tools/ledger", check_formulas)
+test_a_wait_for_a_late_rank_is_idle = holds("tools/clock", check_clock)
 test_a_storage_counts_from_birth_to_death_by_what_it_holds = holds("tools/watch", check_watch)
 MUTANTS = [
     ("watch", "passes * (group.size() - 1)", "passes * group.size()", check_watch, "sends (N-1)/N"),
@@ -132,6 +159,9 @@ MUTANTS = [
     ("watch", "max(most[kind], alive[where])", "alive[where]", check_watch, "cast to"),
     ("watch", '"other" if number < self.before', "None if number < self.before", check_watch, "activations"),
     ("watch", 'max(most["activations"], alive[None, None])', "0", check_watch, "activations"),
+    ("watch", "flop_registry.get(", "{}.get(", check_watch, "a product"),
+    ("clock", "max(begin, ready.get(key, begin))", "ready.get(key, begin)", check_clock, "another time"),
+    ("clock", "ends[::-1]", "ends", check_clock, "another time"),
     ("ledger", '"*" * (is_factor', '"+" * (is_factor', check_formulas, "another value"),
 ]
 test_a_mutant_is_rejected = mutants([(f"tools/{name}", *row) for name, *row in MUTANTS])
