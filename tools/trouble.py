@@ -1,0 +1,140 @@
+"""From symptom to cause: what shows of each of the tests' mutants, and docs/trouble.md's tables of it.
+
+    python tools/trouble.py            runs mutants that docs/trouble.json lacks, and writes the tables anew
+
+A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the lesson as it is. Of each run it is
+kept what differs first: an error, a hang, the step from which losses or norms differ, bytes held or sent.
+"""
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from promises import ROOT, SIZES, find_mutants, run
+
+SEEN = ROOT / "docs" / "trouble.json"
+PAGE = ROOT / "docs" / "trouble.md"
+RUNS = {"1 rank": (1, ""), "2 ranks": (2, ""), "3 ranks": (3, "")}
+RUNS |= {"3 microbatches": (2, "--accum 3"), "bf16": (2, "--dtype bf16")}
+BEGIN, END = "<!-- made by tools/trouble.py -->\n", "<!-- end -->\n"
+SYMPTOMS = {  # in the order in which a person meets them
+    "hang": "It hangs",
+    "error": "It ends with an error",
+    "loss 1": "The first loss is wrong",
+    "norm 1": "The first loss is right, the first gradient norm is wrong",
+    "loss 2": "All is right at step 1, and wrong from step 2 on",
+    "weights": "Losses and norms are right, the weights are not",
+    "held": "The numbers are right; it holds too much",
+    "sent": "The numbers are right; it sends too much, or too little",
+    "hidden": "The numbers and bytes are right; it is slow: communication no longer hides behind computation",
+}
+CAUSES = {  # what a mutant's old or new text has, the first that fits
+    "a collective is missing, or of the wrong group": r"all_reduce|reduce_scatter|all_gather|broadcast|group|dist\.",
+    "a wait is missing, or too early": r"wait|finish|synchronize|stream|sync",
+    "it is divided by the wrong number, or not at all": r" / |/=|div|world_size|accum|len\(",
+    "what is old is still there: not zeroed, freed or resharded": r"zero_|None|reshard|resize|clear|free|del |detach",
+    "another rank's part, or another order: an index, a slice, a sort": r"\[|rank|chunk|split|range|sorted|index|order|[-+] 1",
+    "a case is left out: a condition": r"if |and |or |not |==|<|>|min|max",
+}
+OTHER = "another expression"
+
+
+def differs(found, right):
+    """What shows first of a run beside the run of the lesson as it is; "" if nothing does."""
+    if "error" in found:
+        return "hang" if found["error"].startswith("it hangs") else f"error {error_of(found['error'])}"
+    steps = {}
+    for what, key in ("loss", "losses"), ("norm", "grad_norms"):
+        pairs = enumerate(zip(found[key], right[key]), 1)
+        steps[what] = next((step for step, (own, other) in pairs if not abs(own - other) < 1e-6), None)
+    for step in 1, 2:
+        for what in "loss", "norm":
+            if steps[what] and min(steps[what], 2) == step:
+                return f"{'loss' if step == 2 else what} {step}"
+    if any((found["weights"][name] - weight).abs().max() > 1e-6 for name, weight in right["weights"].items()):
+        return "weights"
+    for part, column in (("held", "measured"), ("sent", "wire")):
+        for name, row in right[part].items():
+            own = found[part].get(name, {}).get(column, 0)
+            if abs(own - row[column]) > 0.1 * row[column]:
+                return f"{part} {name}"
+    return "hidden" if found["hidden"] < right["hidden"] / 2 else ""
+
+
+def error_of(text):
+    """The kind and the beginning of an error's message, without numbers."""
+    text = re.sub(r"^rank \d+, (line \S+: )?", "", text)
+    return re.sub(r"\d+", "N", text)[:60].strip()
+
+
+def observe(path, lesson):
+    """{run: what differs in it}."""
+    seen = {}
+    for name, (size, flags) in RUNS.items():
+        if size in SIZES.get(lesson, (1, 2, 3)):
+            seen[name] = differs(run(path, lesson, size, flags), run(f"{ROOT}/{lesson}.py", lesson, size, flags))
+            if seen[name] == "hang":
+                break  # each takes its time
+    return seen
+
+
+def run_new():
+    known = json.loads(SEEN.read_text()) if SEEN.exists() else {}
+    mutants = find_mutants()
+    with tempfile.TemporaryDirectory() as folder:
+        for key, (lesson, old, new) in mutants.items():
+            source = (ROOT / f"{lesson}.py").read_text()
+            if key in known or source.count(old) != 1 or "def train(config" not in source:
+                continue
+            file = Path(folder, f"{key.replace(' ', '-')}.py")
+            file.write_text(source.replace(old, new))
+            known[key] = observe(str(file), lesson)
+            print(key, known[key], flush=True)
+            SEEN.write_text(json.dumps({key: known[key] for key in mutants if key in known}, indent=0) + "\n")
+    return known
+
+
+def where(seen):
+    """The runs in which it shows, in words."""
+    shows = [name for name, what in seen.items() if what]
+    if shows[0] == "1 rank":
+        return "on 1 rank already"
+    if len(shows) == 1 and shows[0] != "2 ranks":
+        return f"only {'with' if 'micro' in shows[0] else 'on' if 'rank' in shows[0] else 'in'} {shows[0]}"
+    return f"from {shows[0]} on" if "rank" in shows[0] else "with several microbatches, and in bf16"
+
+
+def cause_of(old, new):
+    return next((cause for cause, pattern in CAUSES.items() if re.search(pattern, f"{old} {new}")), OTHER)
+
+
+def tables(known):
+    """The tables of docs/trouble.md: a section for each symptom, a row for each (where, cause)."""
+    rows = defaultdict(lambda: defaultdict(list))
+    mutants = {key: value for key, value in find_mutants().items() if key in known}
+    for key, (lesson, old, new) in mutants.items():
+        shown = [what for what in known[key].values() if what]
+        if shown:
+            line = (ROOT / f"{lesson}.py").read_text().partition(old)[0].count("\n") + 1
+            symptom = next(name for name in SYMPTOMS if shown[0].startswith(name))
+            link = f"[{lesson}.py:{line}](../{lesson}.py#L{line})"
+            rows[symptom][where(known[key]), cause_of(old, new)].append(link)
+    count = sum(len(links) for section in rows.values() for links in section.values())
+    yield f"{len(mutants)} mutants; {count} of them show in these runs, the others only in a test of their own."
+    for symptom in filter(rows.get, SYMPTOMS):
+        yield f"\n### {SYMPTOMS[symptom]}\n\n| where | what it was | how often | look here |\n|---|---|---|---|"
+        for (place, cause), links in sorted(rows[symptom].items(), key=lambda row: -len(row[1])):
+            yield f"| {place} | {cause} | {len(links)} | {', '.join(dict.fromkeys(links))} |"
+
+
+def page(known):
+    """docs/trouble.md with these tables."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + BEGIN + "\n".join(tables(known)) + "\n" + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    found = run_new()
+    PAGE.write_text(page(found))

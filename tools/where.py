@@ -1,0 +1,93 @@
+"""Where ranks that hang stand: of each the lesson's line, the collective that it waits in, and who is missing.
+
+    python tools/where.py              of the ranks on this host that run a lesson (their parents: torchrun)
+    python tools/where.py PID ...      of these processes
+
+Needs py-spy (requirements-dev.txt), on Linux as root or on one's own processes where ptrace is allowed.
+"""
+
+import json
+import linecache
+import os
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+
+def jobs_here():
+    """{job: {rank: (pid, world size)}} of processes that torchrun has started."""
+    found = defaultdict(dict)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # another user's, or it has ended
+            continue
+        environment = dict(word.split("=", 1) for word in words if "=" in word)
+        parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())[1]
+        if {"RANK", "WORLD_SIZE"} <= environment.keys() and not has_rank(parent):
+            job = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+            found[job][int(environment["RANK"])] = int(folder.name), int(environment["WORLD_SIZE"])
+    return found
+
+
+def has_rank(pid):
+    try:
+        return b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def stack_of(pid):
+    """The main thread's frames, the innermost first."""
+    dump = subprocess.run(["py-spy", "dump", "--json", "--pid", str(pid)], capture_output=True, text=True)
+    if dump.returncode:
+        sys.exit(f"where.py: py-spy says of process {pid}: {dump.stderr.strip().splitlines()[-1]}")
+    threads = json.loads(dump.stdout)
+    return next(thread for thread in threads if thread["thread_name"] == "MainThread")["frames"]
+
+
+def stand(frames):
+    """(file and line of the innermost frame that is no library's, what it waits in, the line's text)."""
+    own = next(frame for frame in frames if not re.search("/site-packages/|/lib/python", frame["filename"]))
+    text = linecache.getline(own["filename"], own["line"]).strip()
+    calls = [frame["name"] for frame in frames if "torch/distributed" in frame["filename"]]
+    if calls[:1] == ["wrapper"]:
+        calls.pop(0)
+    if not calls and ".wait(" in text:  # of a Work, which is no Python
+        calls = ["wait"]
+    return f"{Path(own['filename']).name}:{own['line']}", f"waits in {calls[0]}()" if calls else "computes", text
+
+
+def report(pids):
+    """Print a line for each rank, and what is odd. pids: {rank: (pid, world size)}."""
+    at = defaultdict(list)
+    for rank, (pid, _) in sorted(pids.items()):
+        line, does, text = stand(stack_of(pid))
+        print(f"rank {rank} (process {pid}) {does}, {line}: {text}")
+        at[line, does].append(rank)
+    sizes = Counter(size for _, size in pids.values())
+    missing = sorted(set(range(max(sizes))) - pids.keys())
+    if missing:
+        print(f"missing: rank {', '.join(map(str, missing))} of {max(sizes)}: ended, or on another host")
+    if len(at) > 1:
+        (line, does), most = max(at.items(), key=lambda item: len(item[1]))
+        odd = sorted(rank for ranks in at.values() for rank in ranks if ranks is not most)
+        print(f"most are at {line}; not there: rank {', '.join(map(str, odd))}")
+
+
+def main():
+    given = dict(enumerate((int(pid), 1) for pid in sys.argv[1:]))
+    jobs = {"given": given} if given else jobs_here()
+    if not jobs:
+        sys.exit("where.py: no process here has RANK and WORLD_SIZE: start it on the host of the ranks")
+    for job, pids in jobs.items():
+        if len(jobs) > 1:
+            print(f"job {job}")
+        report(pids)
+
+
+if __name__ == "__main__":
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    main()
