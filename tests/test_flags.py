@@ -28,7 +28,7 @@ BAD = {  # {command: {arguments: what the line names}}
         "--ranks -1 zero3.py": "--ranks -1", "--ranks 0 zero3.py": "--ranks 0",
         f"--ranks {HUGE} zero3.py": "--ranks", "--ranks 2 --rank 2 zero3.py": "--rank 2",
         "--ranks 2 --rank -1 zero3.py": "--rank -1", "--rank 7 zero3.py": "--rank 7",
-        "--json /no/x.json zero3.py": "--json /no/x.json", "--json tests zero3.py": "--json tests",
+        "--json /no/x.json zero3.py": "--json /no/x.json", "--machine tests zero3.py": "--machine tests",
         "--trace LICENSE zero3.py": "--trace LICENSE", "--ranks 2 --trace x zero3.py": "--trace x",
     }, "bench/bench.py": {
         "nope": "nope", "--rounds 0": "--rounds", "ddp --hosts 100": "--hosts", "ddp --rate 0bit": "--rate",

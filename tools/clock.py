@@ -47,7 +47,8 @@ PARTS = ("computation", "exposed", "idle", "sum")
 class Clock:
     """Notes when this process starts a collective, when its main thread waits for one, when a step ends."""
 
-    def __init__(self, lesson):
+    def __init__(self, lesson, machine=None):
+        self.machine = machine  # a file
         self.starts = {}  # {(group, ranks of a message, its number there): seconds}
         self.waits = []  # (key, begin, end)
         self.ends = []  # of lines printed
@@ -118,9 +119,11 @@ class Clock:
         dist.all_gather_object(everyone, own)
         return dict(zip(PARTS, map(statistics.mean, zip(*everyone))))
 
-    def compare(self, lesson, config, result, letters, formulas, evaluate, path):
+    def compare(self, lesson, config, result, letters, formulas, evaluate):
         """For tools/ledger.py's result: what the parts take by the formulas, and measured; the constants."""
-        machine = machine_of(lesson, config, round(letters["b"]), torch.device(result["device"]), path)
+        machine = machine_of(
+            lesson, config, round(letters["b"]), torch.device(result["device"]), self.machine
+        )
         letters = letters | letters_of_time(config, letters, machine)
         values = {name: evaluate(formula, letters) for name, formula in formulas.items()}
         sent = sum(row["formula"] for row in result["sent"].values())

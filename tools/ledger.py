@@ -170,8 +170,8 @@ def run(lesson, config, trace=None):
     return watch, history
 
 
-def result_of(lesson, config, watch, history, clock=None, machine=None):
-    """What --json writes: the most of any rank, with the formulas' values. machine: a file."""
+def result_of(lesson, config, watch, history, clock=None):
+    """What --json writes: the most of any rank, with the formulas' values."""
     ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
@@ -204,7 +204,7 @@ def result_of(lesson, config, watch, history, clock=None, machine=None):
     result["flops"] = {"formula": evaluate(of_time["compute"], letters), "measured": computed}
     result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
     if clock:
-        result |= clock.compare(lesson, config, result, letters, of_time, evaluate, machine)
+        result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
     return result
 
 
@@ -215,8 +215,8 @@ def show(result, formulas):
         for name, row in result[part].items():
             expected, measured = f"{row['formula'] / 1e6:.2f} MB", f"{row[column] / 1e6:.2f} MB"
             print(f"  {name:<16}{formulas.get(name, '-'):<28}{expected:>12}{measured:>12}")
-    expected, measured = (f"{result['flops'][key] / 1e9:.2f} GF" for key in ("formula", "measured"))
-    print(f"{'computes FLOPs':<18}{formulas['compute']:<28}{expected:>12}{measured:>12}")
+    flops = result["flops"]
+    print(f"{'FLOPs':<18}{formulas['compute']:<28}{flops['formula']:>12.3e}{flops['measured']:>12.3e}")
     if "ms" in result:
         print("ms of a step")
         for part, row in result["ms"].items():
@@ -266,8 +266,9 @@ def find_problems(given):
         yield f"--ranks {ranks}: must be 1 or more, and at most 10^5"
     if not 0 <= given.rank < (ranks or 1):
         yield f"--rank {given.rank}: must be 0 or more, and less than --ranks"
-    if given.json and (os.path.isdir(given.json) or not can_write(Path(given.json).parent)):
-        yield f"--json {given.json}: must be a file in a folder that can be written"
+    for flag, path in ("json", given.json), ("machine", given.machine):
+        if path and (os.path.isdir(path) or not can_write(Path(path).parent)):
+            yield f"--{flag} {path}: must be a file in a folder that can be written"
     if given.trace and ranks:
         yield f"--trace {given.trace}: not with --ranks, where nothing takes time"
     if given.trace:
@@ -311,8 +312,8 @@ def main():
     else:
         config = lesson.parse(flags)
         lines = config.steps // getattr(config, "inner_steps", 1)
-        clock = Clock(lesson) if lines > 2 and not given.trace else None
-        result = result_of(lesson, config, *run(lesson, config, given.trace), clock, given.machine)
+        clock = Clock(lesson, given.machine) if lines > 2 and not given.trace else None
+        result = result_of(lesson, config, *run(lesson, config, given.trace), clock)
     if given.ranks or dist.get_rank() == 0:
         show(result, read_formulas(lesson, config) | read_formulas(lesson, config, True))
         if given.json:

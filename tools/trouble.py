@@ -2,8 +2,8 @@
 
     python tools/trouble.py            runs mutants that docs/trouble.json lacks, and writes the tables anew
 
-A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the lesson as it is. Of each run it is
-kept what differs first: an error, a hang, the step from which losses or norms differ, bytes held or sent.
+A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the lesson as it is. What differs
+first is kept of each run: an error, a hang, the step from which losses or norms differ, bytes held or sent.
 """
 
 import json
@@ -31,11 +31,11 @@ SYMPTOMS = {  # in the order in which a person meets them
     "hidden": "The numbers and bytes are right; it is slow: communication no longer hides behind computation",
 }
 CAUSES = {  # what a mutant's old or new text has, the first that fits
-    "a collective is missing, or of the wrong group": r"all_reduce|reduce_scatter|all_gather|broadcast|group|dist\.",
+    "a collective is missing, or of the wrong group": r"all_reduce|scatter|all_gather|broadcast|group|dist\.",
     "a wait is missing, or too early": r"wait|finish|synchronize|stream|sync",
     "it is divided by the wrong number, or not at all": r" / |/=|div|world_size|accum|len\(",
-    "what is old is still there: not zeroed, freed or resharded": r"zero_|None|reshard|resize|clear|free|del |detach",
-    "another rank's part, or another order: an index, a slice, a sort": r"\[|rank|chunk|split|range|sorted|index|order|[-+] 1",
+    "what is old is still there: not zeroed or freed": r"zero_|None|reshard|resize|clear|free|del |detach",
+    "another part, or another order": r"\[|rank|chunk|split|range|sorted|index|order|[-+] 1",
     "a case is left out: a condition": r"if |and |or |not |==|<|>|min|max",
 }
 OTHER = "another expression"
@@ -74,7 +74,9 @@ def observe(path, lesson):
     seen = {}
     for name, (size, flags) in RUNS.items():
         if size in SIZES.get(lesson, (1, 2, 3)):
-            seen[name] = differs(run(path, lesson, size, flags), run(f"{ROOT}/{lesson}.py", lesson, size, flags))
+            seen[name] = differs(
+                run(path, lesson, size, flags), run(f"{ROOT}/{lesson}.py", lesson, size, flags)
+            )
             if seen[name] == "hang":
                 break  # each takes its time
     return seen
@@ -122,9 +124,10 @@ def tables(known):
             link = f"[{lesson}.py:{line}](../{lesson}.py#L{line})"
             rows[symptom][where(known[key]), cause_of(old, new)].append(link)
     count = sum(len(links) for section in rows.values() for links in section.values())
-    yield f"{len(mutants)} mutants; {count} of them show in these runs, the others only in a test of their own."
+    yield f"{len(mutants)} mutants, of which {count} show in these runs, the others in a test of their own."
     for symptom in filter(rows.get, SYMPTOMS):
-        yield f"\n### {SYMPTOMS[symptom]}\n\n| where | what it was | how often | look here |\n|---|---|---|---|"
+        yield f"\n### {SYMPTOMS[symptom]}\n"
+        yield "| where | what it was | how often | look here |\n|---|---|---|---|"
         for (place, cause), links in sorted(rows[symptom].items(), key=lambda row: -len(row[1])):
             yield f"| {place} | {cause} | {len(links)} | {', '.join(dict.fromkeys(links))} |"
 

@@ -1,4 +1,4 @@
-"""Where ranks that hang stand: of each the lesson's line, the collective that it waits in, and who is missing.
+"""Where ranks that hang stand: of each its line, the collective that it waits in, and who is missing.
 
     python tools/where.py              of the ranks on this host that run a lesson (their parents: torchrun)
     python tools/where.py PID ...      of these processes
@@ -57,7 +57,8 @@ def stand(frames):
         calls.pop(0)
     if not calls and ".wait(" in text:  # of a Work, which is no Python
         calls = ["wait"]
-    return f"{Path(own['filename']).name}:{own['line']}", f"waits in {calls[0]}()" if calls else "computes", text
+    does = f"waits in {calls[0]}()" if calls else "computes"
+    return f"{Path(own['filename']).name}:{own['line']}", does, text
 
 
 def report(pids):
