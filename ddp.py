@@ -17,7 +17,7 @@ Communication
 Costs (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N  an all-reduce of S bytes sends 2S(N-1)/N; only the last microbatch's
     compute       Qkbs    FLOPs; Q, n, A, Y: single.py
-    exposed       4(N-1)A+max(2nB,2nwP-2Y)    the last bucket, or what backward is too short to hide
+    exposed       4(N-1)A+max(2nB,2nwP-2Y)    B the last bucket; or what backward is too short to hide
 
 Run
     torchrun --nproc_per_node=2 ddp.py

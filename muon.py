@@ -23,7 +23,7 @@ Costs (bytes that a rank sends in a step, in the mean: in a chain the last of N 
     compute       Qkbs+280Lhhh/N        without --gather: 5 x 2pp(2q+p) FLOPs for a p x q matrix, p <= q
     compute       Qkbs+280Lhhh          with --gather, as in DDP: at gpt2-xl with 64 sequences on 8 ranks
     40% of a step's FLOPs are Newton-Schulz's, without --gather 8%.
-    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    as in zero1.py
+    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    without --gather; with it all
 
 Run
     torchrun --nproc_per_node=2 muon.py

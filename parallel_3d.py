@@ -24,7 +24,7 @@ Costs (bytes that the rank with most sends in a step, along each axis; // rounds
     tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient, if p > 1
     data          2wR(d-1)/d                                  all-reduce, or reduce-scatter and all-gather
     compute       (6R+12Lhs/t/p)kbs                           FLOPs of the largest stage
-    idle          (p-1)/k                                     of computation
+    idle          (p-1)/k                                     x compute
 
 Run
     torchrun --nproc_per_node=8 parallel_3d.py

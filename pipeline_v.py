@@ -22,7 +22,7 @@ Communication (zb-v, 4 ranks, the first turns; small letters: the stage on the w
 Costs (bytes that the busiest rank sends in a step of k microbatches)
     send          min(4,2N-2)kwbsh             twice what zero_bubble.py sends: there are twice as many stages
     compute       (6R+12Lhs/N)kbs              FLOPs of the largest pair of stages; nothing hides messages
-    idle          (N-1)/(6k)                   of computation, if F = B = W, k >= 2N: all wait for the norm
+    idle          (N-1)/(6k)                   x compute, if F = B = W, k >= 2N: all wait for the norm
     From a rank's first action to its last it idles 0 turns in zb-v, N-1 in dualpipe-v: as published, with F&B
     for such a pair as one action and B for a whole backward, (N-1)(F&B+B-3W).
 

@@ -16,17 +16,16 @@ Memory (bytes; the letters mean the same in all lessons, in formulas and in shap
     c bytes of the fp32 master of a bf16 weight: 4, else 0; K bytes of a weight's moments: AdamW 2m, SGD 0;
     G numbers stepped at a time: 2^24, or a larger tensor; g 1 over gloo, for its receive buffer, else 0;
     Q FLOPs of a token, 6P+12Lhs, a third of them in forward (PaLM, arXiv 2204.02311, appendix B); n (N-1)/N;
-    A bytes that travel in a message's latency, Y while a rank computes the forward of a whole microbatch.
+    A bytes that travel in a message's latency, Y in the whole model's forward of a microbatch.
 
 Communication
     None: | forward | backward | forward | backward | ... | clip | step |
 
 Costs (FLOPs of a rank in a step; in other lessons also bytes that it sends)
     compute       Qkbs
-    All of the memory and all of the time, which the other lessons divide by N. Their time is `compute` at the
-    speed of the whole model's matrices and the optimizer's at that of memory; of the bytes those `exposed`,
-    which no computation hides, at the speed of a link, all links alike (no such line: all bytes); and
-    `idle`, so many times the computation.
+    All of the memory and all of the time, which the other lessons divide by N. A step takes `compute` / FLOPs
+    a second of the whole model's matrices, + the optimizer's bytes / memory's speed, + `exposed` bytes, those
+    that no computation hides (no such line: all) / a link's speed, as if all were alike, + `idle` x compute.
 
 Run
     python single.py

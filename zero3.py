@@ -21,7 +21,7 @@ Costs (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(N-1)/N               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
     compute       Qkbs    FLOPs; Q, n, A, Y: single.py
-    exposed       6(N-1)A+kmax(nw(E+U),nwP-Y)+kmax(nw(E+U),nw(2P-E-(1+f)U)-2Y)
+    exposed       6(N-1)A+kmax(nw(E+U),nwP-min(1,f)Y)+kmax(nw(E+U),nw(2P-E-(1+f)U)-2Y)
     Nearly 3P elements for each of k microbatches, where ddp.py sends 2P in a step.
 
 Run

@@ -23,7 +23,7 @@ Costs (bytes that the busiest rank sends in a step of k microbatches)
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
     compute       (6R+12Lhs/N)kbs              FLOPs of the largest stage; nothing hides messages
     idle          (N-1)/(3k)           without --schedule 1f1b, if F = B = W, k >= 2N-1: all await the norm
-    idle          (N-1)/k              of computation, with --schedule 1f1b
+    idle          (N-1)/k              x compute, with --schedule 1f1b
 
 Run
     torchrun --nproc_per_node=2 zero_bubble.py --accum 8

@@ -234,7 +234,7 @@ def check_lessons(name):
         assert found["sent_per_step"] == sent, f"{strategy} sends another number of bytes"
         for Y in (0, P // 2, P, 9 * P) if strategy != "HSDP" else ():  # bytes that travel during a forward
             late = ledger.read_formulas(load(lessons[strategy]), None, True)["exposed"]
-            late = ledger.evaluate(late, letters | {"n": (N - 1) / N, "A": 0, "B": 0, "Y": Y})
+            late = ledger.evaluate(late, letters | {"n": (N - 1) / N, "A": 0, "B": 0, "Y": Y, "f": 1})
             assert late == plan.exposed(plan.ZERO[strategy], P, N, k, w, Y, 2 * Y), f"{strategy}: others wait"
 
 

@@ -4,15 +4,15 @@ Predicted: computation is `compute` FLOPs / C, `optimizer` bytes / M, and gamma 
 beside it; exposed is `exposed` bytes x beta; idle is `idle` x `compute` / C. In formulas A is alpha / beta, Y
 what travels while a microbatch's forward runs. The constants are measured, on all ranks at once, so that they
 share what they share in a step:
-C      FLOP/s of the lesson's model, whole, with its microbatch, forward and backward
+C      FLOP/s of the lesson's model, not split, at most 8 layers of it, with its microbatch: forward, backward
 M      bytes of moments that clipping and AdamW pass in a second
 alpha  seconds of a message: of all-reduce, all-gather and all-to-all of N numbers the middle one, by rounds
-beta   seconds of a byte, of the same with 4 MiB
+beta   seconds of a byte, of the same with 4 MiB (on GPUs 256)
 gamma  seconds that computation loses for each byte that travels beside it: threads and kernels that send use
        cores, too
 
-Measured: how long the main thread stood in Work.wait(): idle, until the last rank that takes part had started
-the collective, or the other end its send or receive; exposed from then on. All else is computation. The
+Measured: how long the main thread stood in Work.wait(): idle until all ranks of the collective, or both ends
+of a message, had started it, then exposed. All else is computation. The
 median over steps, the mean over ranks. (Clocks of one machine agree, those of several may not. Over NCCL the
 host does not wait, so all is computation there.)
 """
@@ -31,16 +31,23 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-CALLS = ("allreduce", "allgather", "all_gather_single", "_allgather_base", "reduce_scatter_single", "send")
+CALLS = (
+    "allreduce",
+    "allgather",
+    "all_gather_single",
+    "_allgather_base",
+    "reduce_scatter_single",
+    "alltoall",
+)
 CALLS += (
+    "reduce_scatter",
     "_reduce_scatter_base",
     "all_to_all_single",
     "alltoall_base",
     "broadcast",
     "reduce",
-    "recv",
-    "barrier",
 )
+CALLS += ("gather", "scatter", "barrier", "send", "recv")
 PARTS = ("computation", "exposed", "idle", "sum")
 
 
@@ -81,15 +88,16 @@ class Clock:
             key = (*where, self.numbers[where])
             self.starts[key] = time.perf_counter()
             work = call(group, *args, **kwargs)
-            self.works[id(work)] = key, work
+            if work is not None:
+                self.works[id(work)] = key, work
             return work
 
         return start
 
     def timing(self, wait):
-        def timed(work, *timeout):
+        def timed(work, *args, **kwargs):
             begin = time.perf_counter()
-            done = wait(work, *timeout)
+            done = wait(work, *args, **kwargs)
             key, _ = self.works.pop(id(work), (None, None))  # None: waited for before
             if threading.current_thread() is threading.main_thread():
                 self.waits.append((key, begin, time.perf_counter()))
@@ -121,15 +129,15 @@ class Clock:
 
     def compare(self, lesson, config, result, letters, formulas, evaluate):
         """For tools/ledger.py's result: what the parts take by the formulas, and measured; the constants."""
-        machine = machine_of(
-            lesson, config, round(letters["b"]), torch.device(result["device"]), self.machine
-        )
+        steps = getattr(config, "inner_steps", 1)  # of diloco.py's lines, and of its formulas
+        measured = self.measured(steps)
+        device = torch.device(result["device"])
+        machine = machine_of(lesson, config, round(letters["b"]), device, self.machine)
         letters = letters | letters_of_time(config, letters, machine)
         values = {name: evaluate(formula, letters) for name, formula in formulas.items()}
         sent = sum(row["formula"] for row in result["sent"].values())
         optimizer = result["held"].get("optimizer", {"formula": 0})["formula"]
-        steps = getattr(config, "inner_steps", 1)  # of diloco.py's lines, and of its formulas
-        expected, measured = predicted(values, sent, optimizer * steps, machine), self.measured(steps)
+        expected = predicted(values, sent, optimizer * steps, machine)
         rows = {part: {"formula": expected[part] / steps, "measured": measured[part]} for part in PARTS}
         return {"ms": rows, "machine": machine}
 
@@ -141,7 +149,8 @@ def letters_of_time(config, letters, machine):
     forward = letters["Q"] * letters["b"] * letters["s"] / 3 / machine["C"]
     more["Y"] = forward / beta if beta else 0
     cap = getattr(config, "bucket_cap_mb", None)
-    more["B"] = min(letters["w"] * P / 5, 25 * 2**20) if cap is None else cap * 2**20
+    cap = min(letters["w"] * P / 5, 25 * 2**20) if cap is None else cap * 2**20
+    more["B"] = max(cap, letters["w"] * config.vocab * config.width)  # the embedding is in the last one
     return more
 
 
@@ -204,7 +213,9 @@ def measure(lesson, config, batch, device):
     found["M"] = 2 * masters[0].itemsize * params / median_of(update)
     if dist.get_world_size() > 1:
         found["alpha"], found["beta"] = link(device)
-        found["gamma"] = slowed(compute, min(2**25, seconds / found["beta"] / 2), device)
+        found["gamma"] = slowed(
+            compute, min(2**25 if device.type == "cpu" else 2**30, seconds / found["beta"] / 2), device
+        )
     return found
 
 
@@ -234,7 +245,7 @@ def link(device):
     ranks = dist.get_world_size()
     alphas, betas = [], []
     for name, rounds in ("all-reduce", 2 * (ranks - 1)), ("all-gather", ranks - 1), ("all-to-all", ranks - 1):
-        numel = 2**20 // ranks * ranks
+        numel = 2 ** (20 if device.type == "cpu" else 26) // ranks * ranks
         alpha = median_of(collective(name, torch.zeros(ranks, device=device))) / rounds
         beta = median_of(collective(name, torch.zeros(numel, device=device))) / rounds - alpha
         alphas.append(alpha)
