@@ -28,7 +28,7 @@ def main(source, target):
     axes.invert_yaxis()
     axes.set(xlabel="ms of a step", title="Above, pale: by the docstring's formulas; below: measured")
     patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in PARTS.values()]
-    axes.legend(patches, PARTS, loc="lower right")
+    axes.legend(patches, PARTS, loc="upper right")
     save(figure, Path(target))
 
 
