@@ -248,7 +248,8 @@ def check_ledger(name, size=4, flags="--accum 3", job=f"{TINY} --steps 2 --batch
         least, most = slack_of.get(part, otherwise)
         assert -width * least <= more <= width * most, f"{part}: {more:+.0f} bytes from the formula"
     computed = result["flops"]["measured"] / result["flops"]["formula"]  # whose P has norms, too
-    assert 0.93 < computed < 1.03 or "expert" in name or "async" in name, f"{computed:.2f} of the FLOPs"
+    least = 0.75 if re.search("--(layers|context)", flags) else 0.93  # stages differ; rings skip the masked
+    assert least < computed < 1.03 or "expert" in name or "async" in name, f"{computed:.2f} of the FLOPs"
     assert "foreign read" not in result["sent"], "a storage of another thread is read"
     of_threads = Path(name).stem in ("dp_threads", "dp_async")  # which pad nothing
     for part, row in result["sent"].items():

@@ -138,9 +138,8 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     command = f"--json {tmp_path}/out.json --machine {tmp_path}/c.json {ROOT / 'ddp.py'} {EVEN} --steps 4"
     world(2).run(run_main, command)
     written = json.loads((tmp_path / "out.json").read_text())
-    ms, machine = written["ms"], written["machine"]
-    assert [machine] == [*json.loads((tmp_path / "c.json").read_text()).values()] and machine["beta"] > 0
-    assert sum(ms[part]["formula"] for part in list(ms)[:3]) == pytest.approx(ms["sum"]["formula"])
+    kept = [*json.loads((tmp_path / "c.json").read_text()).values()]
+    assert [written["machine"]] == kept and kept[0]["beta"] > 0 and written["ms"]["sum"]["measured"] > 0
     known = {"C": 1, "M": 1, "beta": 1, "gamma": 0.5}
     predicted = load("tools/clock").predicted({"compute": 4, "exposed": 1, "idle": 0.5}, 3, 2, known)
     assert [*predicted.values()] == [4000 + 2000 + 1000, 1000, 2000, 10000]

@@ -50,7 +50,8 @@ def stack_of(pid):
 
 def stand(frames):
     """(file and line of the innermost frame that is no library's, what it waits in, the line's text)."""
-    own = next(frame for frame in frames if not re.search("/site-packages/|/lib/python", frame["filename"]))
+    own = [frame for frame in frames if not re.search("/site-packages/|/lib/python|^<", frame["filename"])]
+    own = own[0] if own else frames[-1]
     text = linecache.getline(own["filename"], own["line"]).strip()
     calls = [frame["name"] for frame in frames if "torch/distributed" in frame["filename"]]
     if calls[:1] == ["wrapper"]:
