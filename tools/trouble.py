@@ -12,6 +12,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+import promises
 from promises import ROOT, SIZES, find_mutants, run
 
 SEEN = ROOT / "docs" / "trouble.json"
@@ -39,6 +40,7 @@ CAUSES = {  # what a mutant's old or new text has, the first that fits
     "a case is left out: a condition": r"if |and |or |not |==|<|>|min|max",
 }
 OTHER = "another expression"
+promises.SECONDS = 15  # until a run counts as hanging
 
 
 def differs(found, right):
