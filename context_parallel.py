@@ -23,7 +23,7 @@ Costs (bytes that a rank sends in a step of k microbatches)
     send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring: kv N-1 times, in backward again; gradients N
     all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses: 4 in forward, 4 in backward
     all-reduce    2mP(N-1)/N                  of all ranks, in any --cp
-    compute       Qkbs/N                      FLOPs; Q: single.py. Attention to few tokens hides no message.
+    compute       Qkbs/N                      FLOPs; Q: single.py. Attention to many tokens hides messages.
 
 Run
     torchrun --nproc_per_node=2 context_parallel.py

@@ -3,7 +3,7 @@
 Idea
     An optimizer reads its states once a step: the host's memory, behind a slow link, is enough. Gradients are
     reduced; a rank's 1/N goes to the host, whose CPU steps it; new weights come back and are all-gathered
-    (ZeRO-Offload, arXiv 2101.06840, 4). --params: a block is there only in use (ZeRO-Infinity, 2104.07857).
+    (ZeRO-Offload, arXiv 2101.06840, 4). With --params it also holds the blocks not in use (2104.07857).
 
 Memory (bytes of a rank's device, and of its host; U in a block, E in none; other letters: single.py)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8

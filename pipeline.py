@@ -23,8 +23,8 @@ Costs (bytes that the busiest rank sends in a step of k microbatches; C 2 if int
     For each microbatch that is 2C messages, but 2C-1 on the first and the last rank (of two: on both).
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
     compute       (6R+12Lhs/N)kbs              FLOPs of the largest stage; nothing hides messages
-    idle          (N-1)/C/k             x compute, without --schedule naive; of the step (N-1)/(Ck+N-1)
-    idle          N-1                   with --schedule naive
+    idle          (N-1)/C/k                    x compute, without --schedule naive; of the step (N-1)/(Ck+N-1)
+    idle          N-1                          with --schedule naive
 
 Run
     torchrun --nproc_per_node=2 pipeline.py --accum 8

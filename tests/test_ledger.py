@@ -140,9 +140,9 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     written = json.loads((tmp_path / "out.json").read_text())
     kept = [*json.loads((tmp_path / "c.json").read_text()).values()]
     assert [written["machine"]] == kept and kept[0]["beta"] > 0 and written["ms"]["sum"]["measured"] > 0
-    known = {"C": 1, "M": 1, "beta": 1, "gamma": 0.5}
-    predicted = load("tools/clock").predicted({"compute": 4, "exposed": 1, "idle": 0.5}, 3, 2, known)
-    assert [*predicted.values()] == [4000 + 2000 + 1000, 1000, 2000, 10000]
+    predicted, known = load("tools/clock").predicted, {"C": 1, "M": 1, "beta": 1, "gamma": 0.5}
+    ms = [*predicted({"compute": 4, "exposed": 1, "idle": 0.5}, 3, 2, known).values()]
+    assert ms == [7000, 1000, 2000, 10000] and predicted({"compute": 4}, 3, 2, known)["exposed"] == 3000
 
 
 test_formulas_are_read_and_evaluated = holds("tools/ledger", check_formulas)

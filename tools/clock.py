@@ -10,11 +10,12 @@ alpha  seconds of a message: of all-reduce, all-gather and all-to-all of N numbe
 beta   seconds of a byte, of the same with 4 MiB (on GPUs 256)
 gamma  seconds that computation loses for each byte that travels beside it: threads and kernels that send use
        cores, too
+They are kept in a file; without it they are measured again.
 
 Measured: how long the main thread stood in Work.wait(): idle until all ranks of the collective, or both ends
-of a message, had started it, then exposed. All else is computation. The
-median over steps, the mean over ranks. (Clocks of one machine agree, those of several may not. Over NCCL the
-host does not wait, so all is computation there.)
+of a message, had started it, then exposed. All else is computation. The median over steps, the mean over
+ranks. (Clocks of one machine agree, those of several may not. Over NCCL the host does not wait, so all is
+computation there.)
 """
 
 import copy
@@ -31,23 +32,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-CALLS = (
-    "allreduce",
-    "allgather",
-    "all_gather_single",
-    "_allgather_base",
-    "reduce_scatter_single",
-    "alltoall",
-)
-CALLS += (
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "all_to_all_single",
-    "alltoall_base",
-    "broadcast",
-    "reduce",
-)
-CALLS += ("gather", "scatter", "barrier", "send", "recv")
+CALLS = ["allreduce", "allgather", "all_gather_single", "_allgather_base", "broadcast", "reduce"]
+CALLS += ["reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "gather", "scatter", "barrier"]
+CALLS += ["alltoall", "all_to_all_single", "alltoall_base", "send", "recv"]
+RUNS = Path(__file__).resolve().parent.parent / "runs"
 PARTS = ("computation", "exposed", "idle", "sum")
 
 
@@ -156,19 +144,17 @@ def letters_of_time(config, letters, machine):
 
 def predicted(values, sent, optimizer, machine):
     """{part: ms}, from the values of a docstring's formulas. sent, optimizer: all bytes of these."""
-    compute, exposed = values["compute"] / machine["C"], values.get("exposed", sent)
+    compute = values["compute"] / machine["C"]
+    exposed = values.get("exposed", sent)
     beside = machine["gamma"] * max(0, sent - exposed)
-    seconds = (
-        compute + optimizer / machine["M"] + beside,
-        exposed * machine["beta"],
-        values.get("idle", 0) * compute,
-    )
+    seconds = [compute + optimizer / machine["M"] + beside]
+    seconds += [exposed * machine["beta"], values.get("idle", 0) * compute]
     return dict(zip(PARTS, [1e3 * part for part in (*seconds, sum(seconds))]))
 
 
 def machine_of(lesson, config, batch, device, path=None):
     """The constants, from a file, by default one of this host and backend, or measured and added to it."""
-    path = Path(path or f"runs/machine-{socket.gethostname()}-{dist.get_backend()}.json")
+    path = Path(path or RUNS / f"machine-{socket.gethostname()}-{dist.get_backend()}.json")
     shape = [getattr(config, name) for name in lesson.SHAPE]
     key = f"{shape} {config.dtype} {batch} {dist.get_world_size()} {torch.get_num_threads()} {device.type}"
     known = from_rank_0(json.loads(path.read_text()) if path.exists() else {})
@@ -213,9 +199,8 @@ def measure(lesson, config, batch, device):
     found["M"] = 2 * masters[0].itemsize * params / median_of(update)
     if dist.get_world_size() > 1:
         found["alpha"], found["beta"] = link(device)
-        found["gamma"] = slowed(
-            compute, min(2**25 if device.type == "cpu" else 2**30, seconds / found["beta"] / 2), device
-        )
+        most = 2**25 if device.type == "cpu" else 2**30
+        found["gamma"] = slowed(compute, min(most, seconds / found["beta"] / 2), device)
     return found
 
 

@@ -255,20 +255,22 @@ def symptom_of(path, lesson):
     return []
 
 
-def find_symptoms():
-    known = json.loads(SYMPTOMS.read_text()) if SYMPTOMS.exists() else {}
+def observe_new(file, observe):
+    """{key: observe(path, lesson)} of the mutants, kept in a file: only those that it lacks run."""
+    known = json.loads(file.read_text()) if file.exists() else {}
     mutants = find_mutants()
     with tempfile.TemporaryDirectory() as folder:
         for key, (lesson, old, new) in mutants.items():
             source = (ROOT / f"{lesson}.py").read_text()
             if key in known or source.count(old) != 1 or "def train(config" not in source:
                 continue
-            file = Path(folder, f"{key.replace(' ', '-')}.py")
-            file.write_text(source.replace(old, new))
-            known[key] = symptom_of(str(file), lesson)
-            print(key, *known[key], sep="\n    ", flush=True)
+            path = Path(folder, f"{key.replace(' ', '-')}.py")
+            path.write_text(source.replace(old, new))
+            known[key] = observe(str(path), lesson)
+            print(key, known[key], flush=True)
             ordered = {key: known[key] for key in mutants if key in known}
-            SYMPTOMS.write_text(json.dumps(ordered, indent=0) + "\n")
+            file.write_text(json.dumps(ordered, indent=0) + "\n")
+    return known
 
 
 def main():
@@ -276,7 +278,7 @@ def main():
         for line in symptom_of(str(path), path.stem.split("-")[0]) or [f"{path.name} keeps all promises"]:
             print(line)
     if not sys.argv[1:]:
-        find_symptoms()
+        observe_new(SYMPTOMS, symptom_of)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,11 @@ A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the l
 first is kept of each run: an error, a hang, the step from which losses or norms differ, bytes held or sent.
 """
 
-import json
 import re
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 
 import promises
-from promises import ROOT, SIZES, find_mutants, run
+from promises import ROOT, SIZES, find_mutants, observe_new, run
 
 SEEN = ROOT / "docs" / "trouble.json"
 PAGE = ROOT / "docs" / "trouble.md"
@@ -47,14 +44,14 @@ def differs(found, right):
     """What shows first of a run beside the run of the lesson as it is; "" if nothing does."""
     if "error" in found:
         return "hang" if found["error"].startswith("it hangs") else f"error {error_of(found['error'])}"
-    steps = {}
+    first = []  # (step, what): 2 stands for all from 2 on
     for what, key in ("loss", "losses"), ("norm", "grad_norms"):
-        pairs = enumerate(zip(found[key], right[key]), 1)
-        steps[what] = next((step for step, (own, other) in pairs if not abs(own - other) < 1e-6), None)
-    for step in 1, 2:
-        for what in "loss", "norm":
-            if steps[what] and min(steps[what], 2) == step:
-                return f"{'loss' if step == 2 else what} {step}"
+        for step, (own, other) in enumerate(zip(found[key], right[key]), 1):
+            if not abs(own - other) < 1e-6:
+                first.append((min(step, 2), what))
+    if first:
+        step, what = min(first)
+        return "loss 2" if step == 2 else f"{what} 1"
     if any((found["weights"][name] - weight).abs().max() > 1e-6 for name, weight in right["weights"].items()):
         return "weights"
     for part, column in (("held", "measured"), ("sent", "wire")):
@@ -76,28 +73,11 @@ def observe(path, lesson):
     seen = {}
     for name, (size, flags) in RUNS.items():
         if size in SIZES.get(lesson, (1, 2, 3)):
-            seen[name] = differs(
-                run(path, lesson, size, flags), run(f"{ROOT}/{lesson}.py", lesson, size, flags)
-            )
+            right = run(f"{ROOT}/{lesson}.py", lesson, size, flags)
+            seen[name] = differs(run(path, lesson, size, flags), right)
             if seen[name] == "hang":
                 break  # each takes its time
     return seen
-
-
-def run_new():
-    known = json.loads(SEEN.read_text()) if SEEN.exists() else {}
-    mutants = find_mutants()
-    with tempfile.TemporaryDirectory() as folder:
-        for key, (lesson, old, new) in mutants.items():
-            source = (ROOT / f"{lesson}.py").read_text()
-            if key in known or source.count(old) != 1 or "def train(config" not in source:
-                continue
-            file = Path(folder, f"{key.replace(' ', '-')}.py")
-            file.write_text(source.replace(old, new))
-            known[key] = observe(str(file), lesson)
-            print(key, known[key], flush=True)
-            SEEN.write_text(json.dumps({key: known[key] for key in mutants if key in known}, indent=0) + "\n")
-    return known
 
 
 def where(seen):
@@ -126,7 +106,7 @@ def tables(known):
             link = f"[{lesson}.py:{line}](../{lesson}.py#L{line})"
             rows[symptom][where(known[key]), cause_of(old, new)].append(link)
     count = sum(len(links) for section in rows.values() for links in section.values())
-    yield f"{len(mutants)} mutants, of which {count} show in these runs, the others in a test of their own."
+    yield f"Of {len(mutants)} mutants that ran {count} show in these runs, the others in a test of their own."
     for symptom in filter(rows.get, SYMPTOMS):
         yield f"\n### {SYMPTOMS[symptom]}\n"
         yield "| where | what it was | how often | look here |\n|---|---|---|---|"
@@ -141,5 +121,4 @@ def page(known):
 
 
 if __name__ == "__main__":
-    found = run_new()
-    PAGE.write_text(page(found))
+    PAGE.write_text(page(observe_new(SEEN, observe)))

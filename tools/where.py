@@ -1,7 +1,6 @@
 """Where ranks that hang stand: of each its line, the collective that it waits in, and who is missing.
 
-    python tools/where.py              of the ranks on this host that run a lesson (their parents: torchrun)
-    python tools/where.py PID ...      of these processes
+    python tools/where.py              (on the host of the ranks, while they hang)
 
 Needs py-spy (requirements-dev.txt), on Linux as root or on one's own processes where ptrace is allowed.
 """
@@ -10,9 +9,10 @@ import json
 import linecache
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 
@@ -26,7 +26,7 @@ def jobs_here():
             continue
         environment = dict(word.split("=", 1) for word in words if "=" in word)
         parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())[1]
-        if {"RANK", "WORLD_SIZE"} <= environment.keys() and not has_rank(parent):
+        if {"RANK", "WORLD_SIZE"} <= environment.keys() and not has_rank(parent):  # else a rank's own child
             job = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
             found[job][int(environment["RANK"])] = int(folder.name), int(environment["WORLD_SIZE"])
     return found
@@ -69,19 +69,21 @@ def report(pids):
         line, does, text = stand(stack_of(pid))
         print(f"rank {rank} (process {pid}) {does}, {line}: {text}")
         at[line, does].append(rank)
-    sizes = Counter(size for _, size in pids.values())
-    missing = sorted(set(range(max(sizes))) - pids.keys())
+    size = max(size for _, size in pids.values())
+    missing = sorted(set(range(size)) - pids.keys())
     if missing:
-        print(f"missing: rank {', '.join(map(str, missing))} of {max(sizes)}: ended, or on another host")
+        print(f"missing: rank {', '.join(map(str, missing))} of {size}: ended, or on another host")
     if len(at) > 1:
-        (line, does), most = max(at.items(), key=lambda item: len(item[1]))
+        (line, _), most = max(at.items(), key=lambda item: len(item[1]))
         odd = sorted(rank for ranks in at.values() for rank in ranks if ranks is not most)
         print(f"most are at {line}; not there: rank {', '.join(map(str, odd))}")
 
 
 def main():
-    given = dict(enumerate((int(pid), 1) for pid in sys.argv[1:]))
-    jobs = {"given": given} if given else jobs_here()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if not shutil.which("py-spy"):
+        sys.exit("where.py: needs py-spy: pip install -r requirements-dev.txt")
+    jobs = jobs_here()
     if not jobs:
         sys.exit("where.py: no process here has RANK and WORLD_SIZE: start it on the host of the ranks")
     for job, pids in jobs.items():
@@ -91,5 +93,4 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     main()
