@@ -37,7 +37,7 @@ test)
     set_up requirements-dev.txt "torch numpy pytest xdist matplotlib jinja2 markdown pygments playwright"
     lesson=${1:-} && lesson=${lesson%.py}
     if [[ " ${LESSONS[*]} " == *" $lesson "* ]]; then set -- --lesson "$lesson" "${@:2}"; fi
-    OMP_NUM_THREADS=1 exec "$python" -m pytest -n 2 --dist loadfile "$@" # a file's tests share their worlds of ranks
+    OMP_NUM_THREADS=1 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file's tests share their worlds
     ;;
 fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
