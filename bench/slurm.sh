@@ -15,7 +15,7 @@ python=$(command -v "${PYTHON:-python3}")
 folder=$(mktemp -d)
 name=rzs$$
 export SLURM_CONF=$folder/slurm.conf PATH=$(dirname "$python"):$PATH
-export NPROC=1 GLOO_SOCKET_IFNAME=eth0
+export NPROC=1 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0
 
 clean_up() {
     trap - EXIT INT TERM
@@ -100,7 +100,7 @@ job=$(submit resume.py $flags --steps 400 --every 20 --checkpoint "$folder/c")
 for _ in $(seq 120); do grep -q 'step 100/' "$folder/$job.log" 2>/dev/null && break || sleep 0.2; done
 ip netns pids "$name-1" | xargs kill -9
 echo "killed all of node1"
-for _ in $(seq 60); do sinfo --noheader --node --format "%N %T" | grep -q 'node1 down' && break || sleep 1; done
+for _ in $(seq 60); do sinfo --noheader --Node --format "%N %T" | grep -q 'node1 down' && break || sleep 1; done
 start_node 1
 wait_for "$job" | grep -E 'job|step +(1|[0-9]*[02468]0)/|Error|resume \|' | cut -c1-110
 "$python" single.py $flags --steps 400 | grep 'step 400' | cut -c1-110
