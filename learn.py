@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import ledger
+from letters import spelled
 from promises import ROOT, SIZES, SYMPTOMS, find_mutants, plain_of, promises, run
 
 EXERCISES = ROOT / "exercises"
@@ -326,7 +327,7 @@ def predict(lesson):
             row = found[part][name]  # gradients may exceed the formula by a parameter's, just computed
             answer = ask(f"{name}, {part}", letters)
             close = any(abs(answer - row[key]) <= 0.01 * row[key] for key in (column, "formula"))
-            term = re.sub(r"\b[A-Za-z]\b", lambda match: f"{letters[match[0]]:g}", ledger.spelled(formula))
+            term = re.sub(r"\b[A-Za-z]\b", lambda match: f"{letters[match[0]]:g}", spelled(formula))
             say("  right" if close else f"  no: {row[column]:.0f} were measured; {formula}\n  {term}")
             right &= close
     add_attempt(f"predict {lesson}", right)

@@ -145,7 +145,7 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert ms == [7000, 1000, 2000, 10000] and predicted({"compute": 4}, 3, 2, known)["exposed"] == 3000
 
 
-test_formulas_are_read_and_evaluated = holds("tools/ledger", check_formulas)
+test_formulas_are_read_and_evaluated = holds("tools/letters", check_formulas)
 test_a_wait_for_a_late_rank_is_idle = holds("tools/clock", check_clock)
 test_a_storage_counts_from_birth_to_death_by_what_it_holds = holds("tools/watch", check_watch)
 MUTANTS = [
@@ -161,6 +161,6 @@ MUTANTS = [
     ("watch", "flop_registry.get(", "{}.get(", check_watch, "a product"),
     ("clock", "max(begin, ready.get(key, begin))", "ready.get(key, begin)", check_clock, "another time"),
     ("clock", "ends[::-1]", "ends", check_clock, "another time"),
-    ("ledger", '"*" * (is_factor', '"+" * (is_factor', check_formulas, "another value"),
+    ("letters", '"*" * (is_factor', '"+" * (is_factor', check_formulas, "another value"),
 ]
 test_a_mutant_is_rejected = mutants([(f"tools/{name}", *row) for name, *row in MUTANTS])

@@ -21,15 +21,8 @@ ms: what a step takes, from the third on, without the watching (not with --trace
 machine's constants are kept in --machine F, by default a file in runs/.
 
 With --ranks, one of so many ranks is simulated, without the others or data: shapes and bytes are the code's.
---trace writes a Chrome trace of each rank's third step. A formula is a line `name  formula` in the docstring:
-P parameters, R on the rank with most, T in the largest tensor, U in a block, E in no block; L layers, a
-heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches of b sequences each; w bytes of a
-weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state;
-G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1 over gloo. With M mixtures of X
-experts on e ranks, of which a token takes t: U parameters in an expert, D outside them; an all-to-all depends
-on tokens, the formula is its mean. H parameters in Muon's matrices, O of them on the rank with most, q bytes
-of a number in Newton-Schulz, o bytes of an outer momentum. Letters of time
-alone are in single.py; H are diloco.py's steps from exchange to exchange.
+--trace writes a Chrome trace of each rank's third step, --film F what happens in the watched one: see
+tools/film.py; of the formulas and their letters tools/letters.py.
 """
 
 import argparse
@@ -37,7 +30,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -49,88 +41,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from clock import Clock
+from film import Film, write
+from letters import evaluate, letters_of, parameters_of_stage, read_formulas
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from watch import Watch
 
 HELD = ("parameters", "gradients", "optimizer", "activations", "host")
-TIME = ("compute", "exposed", "idle")
 
 
-def read_formulas(lesson, config, of_time=False):
-    """{what is held or sent, or takes time: formula}. A line may be `with --policy full`, or `without`."""
-    formulas = {}
-    for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
-        if (name in TIME) != of_time:
-            continue
-        choice = re.search(r"(with|without) --(\w+) ?(\w*)", more)
-        if not choice or (getattr(config, choice[2]) in (True, choice[3])) == (choice[1] == "with"):
-            formulas[name] = formula
-    return formulas
-
-
-def spelled(formula):
-    """A formula such as 2wP(N-1)/N, in which neighbours are multiplied, as Python: 2*w*P*(N-1)/N."""
-    words = re.findall(r"max|min|[A-Za-z]|\d+|\S", formula)
-    text = ""
-    for word, after in zip(words, [*words[1:], ""]):
-        is_factor = word not in ("max", "min") and (word.isalnum() or word == ")")
-        text += word + "*" * (is_factor and (after.isalnum() or after == "("))
-    return text
-
-
-def evaluate(formula, letters):
-    return eval(spelled(formula), {"max": max, "min": min}, letters)
-
-
-def letters_of(lesson, config, ranks, backend):
-    """{letter: its value}."""
-    with torch.device("meta"):
-        model = lesson.GPT(config)
-    sizes = [param.numel() for param in model.parameters()]
-    block = sum(param.numel() for param in model.blocks[0].parameters())
-    letters = {"P": sum(sizes), "T": max(sizes), "U": block, "E": sum(sizes) - config.layers * block}
-    letters |= zip("Lahsv", (getattr(config, name) for name in lesson.SHAPE))
-    letters["Q"] = 6 * letters["P"] + 12 * config.layers * config.width * config.context
-    letters |= {"N": ranks, "k": config.accum, "b": config.batch / config.shares / config.accum}
-    width = lesson.DTYPES[config.dtype].itemsize
-    letters |= {"w": width, "m": max(width, 4), "c": 4 * (width == 2), "g": int(backend == "gloo")}
-    letters["K"] = 2 * letters["m"] * (config.optim == "adamw")
-    ahead = config.layers if getattr(config, "no_reshard", False) else getattr(config, "prefetch", 0)
-    letters["C"] = 2 if getattr(config, "schedule", "") == "interleaved" and ranks > 1 else 1
-    letters["f"] = min(ahead, config.layers - 1)
-    letters["F"] = getattr(config, "shard", 1)
-    if hasattr(config, "tp"):
-        letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
-    if hasattr(config, "experts"):
-        letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
-        letters["U"] = 8 * config.width**2 + 5 * config.width
-        letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
-    if hasattr(config, "outer_lr"):
-        letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
-    if hasattr(config, "gather"):
-        matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
-        owned = Counter()
-        for matrix, owner in lesson.assign_owners(matrices, ranks)[0].items():
-            owned[owner] += matrix.numel()
-        letters["H"] = sum(owned.values())
-        letters["O"] = letters["H"] / ranks if config.gather else max(owned.values())
-        letters["q"] = 8 if config.dtype == "fp64" else 2
-    return letters
-
-
-def parameters_of_stage(config, letters, stage):
-    """Of a stage's rank with most, of a mesh: positions, norms and row-parallel biases are whole."""
-    h, blocks = config.width, (config.layers + stage) // config.pp
-    first, last = stage == 0, stage == config.pp - 1
-    ends = first * config.context * h + (first or last) * -(-config.vocab // config.tp) * h + last * 2 * h
-    return blocks * ((12 * h * h + 7 * h) // config.tp + 6 * h) + ends
-
-
-def run(lesson, config, trace=None):
+def run(lesson, config, trace=None, watch=None):
     """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
-    watch = Watch()
+    watch = watch or Watch()
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     microbatches, print_step = lesson.microbatches, lesson.print_step
     begun = set()  # steps, of which the first may be any, in resume.py
@@ -266,7 +189,7 @@ def find_problems(given):
         yield f"--ranks {ranks}: must be 1 or more, and at most 10^5"
     if not 0 <= given.rank < (ranks or 1):
         yield f"--rank {given.rank}: must be 0 or more, and less than --ranks"
-    for flag, path in ("json", given.json), ("machine", given.machine):
+    for flag, path in ("json", given.json), ("machine", given.machine), ("film", given.film):
         if path and (os.path.isdir(path) or not can_write(Path(path).parent)):
             yield f"--{flag} {path}: must be a file in a folder that can be written"
     if given.trace and ranks:
@@ -295,6 +218,7 @@ def main():
     parser.error = refuse
     parser.add_argument("--json")
     parser.add_argument("--trace")
+    parser.add_argument("--film")
     parser.add_argument("--machine")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--rank", type=int, default=0)
@@ -313,7 +237,10 @@ def main():
         config = lesson.parse(flags)
         lines = config.steps // getattr(config, "inner_steps", 1)
         clock = Clock(lesson, given.machine) if lines > 2 and not given.trace else None
-        result = result_of(lesson, config, *run(lesson, config, given.trace), clock)
+        film = Film(lesson) if given.film else None
+        result = result_of(lesson, config, *run(lesson, config, given.trace, film), clock)
+        if film:
+            write(given.film, film, lesson, flags)
     if given.ranks or dist.get_rank() == 0:
         show(result, read_formulas(lesson, config) | read_formulas(lesson, config, True))
         if given.json:

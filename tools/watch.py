@@ -206,20 +206,26 @@ class Watch(TorchDispatchMode):
             number = self.same[number]
         return number
 
+    def all_kinds(self):
+        """The kind of each storage, once all is seen; None: what else the step made."""
+        of_roots, found = {}, []
+        for number, kind in self.kinds.items():
+            of_roots.setdefault(self.root(number), kind)
+        for number in range(len(self.same)):
+            old = "other" if number < self.before else None
+            found.append(self.kinds.get(number) or of_roots.get(self.root(number), old))
+        return found
+
     def held(self):
         """{kind: the most bytes alive at once}, of "all" too."""
-        kinds = {}
-        for number, kind in self.kinds.items():
-            kinds.setdefault(self.root(number), kind)
+        kinds = self.all_kinds()
         alive, most = Counter(), Counter()
         for number, size in self.events:
             if number == "backward":
                 most["activations"] = max(most["activations"], alive[None, None])
                 continue
-            old = "other" if number < self.before else None
             owner = self.owners[number]
-            own = self.kinds.get(number) or kinds.get(self.root(number), old)
-            for kind in ["host"] if owner in LINKS else [own, "all"]:
+            for kind in ["host"] if owner in LINKS else [kinds[number], "all"]:
                 where = (kind, owner)
                 alive[where] += size
                 most[kind] = max(most[kind], alive[where])

@@ -1,0 +1,309 @@
+"""A film of a step: what each rank computes, sends, waits for and holds, when, and by which line.
+
+    torchrun --nproc_per_node=4 tools/ledger.py --film zero3.json zero3.py --layers 4
+
+What is written: of each lane (a rank, or a thread of it)
+spans     [begin, end, line, what]: an operator after the other, as long as line and what are the same. what:
+          F, B forward and backward, "F3" of block 3, "F3.2" in microbatch 2; R a forward again, in backward;
+          W gradients of weights alone; O the optimizer; L what else the lesson does
+messages  [begin, end, line, name, bytes, kind]: from the call to when it was seen to be complete, of a send
+          or receive to the end of the receiver's wait. kind: of what is sent, as in held
+waits     [begin, end, line, number of the message]
+held      [time, line, kind, bytes of this kind from now on], changes of less than 2 % of the most left out
+Times in 10 microseconds from the step's begin, lines as numbers in "lines": [number, text] of the lesson's
+file, which site/book.py finds again after it was edited. The watching takes time of its own.
+"""
+
+import bisect
+import json
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from clock import CALLS
+from watch import Watch, tensors_in
+
+NAMES = {"allreduce": "all-reduce", "reducescatter": "reduce-scatter", "allgather": "all-gather"}
+NAMES |= {"alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "gather": "gather"}
+NAMES |= {"scatter": "scatter", "barrier": "barrier", "send": "send", "recv": "receive"}
+now = time.perf_counter
+
+
+class Film(Watch):
+    """A Watch that also notes times and lines."""
+
+    def __init__(self, lesson):
+        super().__init__()
+        self.path = lesson.__file__
+        text = Path(self.path).read_text().split("\n")
+        self.text = ["", *text]
+        first, last = (i for i, line in enumerate(text, 1) if line.startswith("# ===="))
+        self.toy = range(first, last)
+        self.layers = 0
+        self.spans = defaultdict(list)  # {thread: [begin, end, line, what]}
+        self.messages = []
+        self.counts = Counter()  # of messages between two ranks
+        self.waits = []  # (thread, begin, end, line, number of its message)
+        self.moments = {}  # {number of an event: (time, line)}
+        self.works = {}  # {id: (number, work)}
+        self.forwards = Counter()
+        self.graph = defaultdict(list)  # {thread: [(first sequence number, what)]} of backward's nodes
+        self.before_start = ExitStack()
+        for name, by in ("__init__", self.counting), ("forward", self.naming):
+            patch = mock.patch.object(lesson.Block, name, by(getattr(lesson.Block, name)))
+            self.before_start.enter_context(patch)
+
+    # ---- blocks and microbatches ----
+
+    def counting(self, init):
+        def count(block, *args, **kwargs):
+            init(block, *args, **kwargs)
+            self.layers += 1
+            block.place = self.layers
+
+        return count
+
+    def naming(self, forward):
+        """Block.forward(), which notes its block and microbatch, and its nodes in the graph."""
+
+        def call(block, *args, **kwargs):
+            if not self.on:
+                return forward(block, *args, **kwargs)
+            again = torch._C._current_graph_task_id() != -1
+            name = f"{block.place}"
+            self.forwards[name, self.thread] += not again
+            if self.forwards[name, self.thread] > 1:
+                name += f".{self.forwards[name, self.thread]}"
+            self.here.unit = "FR"[again] + name
+            graph = self.graph[self.thread]
+            graph.append((torch._C._autograd._get_sequence_nr(), "B" + name))
+            try:
+                return forward(block, *args, **kwargs)
+            finally:
+                self.here.unit = None
+                graph.append((torch._C._autograd._get_sequence_nr(), "B"))
+
+        return call
+
+    def backward_of(self, node):
+        """Of a node of autograd's graph, by the order in which forward made them; else of the one before."""
+        graph = self.graph[self.thread]
+        place = bisect.bisect(graph, (node._sequence_nr(), "~")) - 1 if node else -1
+        if 0 <= place < len(graph) - 1 or not getattr(self.here, "backward", "").startswith("B"):
+            self.here.backward = graph[place][1] if 0 <= place < len(graph) - 1 else "B"
+        return self.here.backward
+
+    @property
+    def thread(self):
+        return getattr(self.here, "name", None)
+
+    def look(self):
+        """(line, what): where this thread stands, and what an operator that it calls there does."""
+        engine = optimizer = False
+        inner = outer = None
+        frame = sys._getframe(2)
+        while frame and not outer:
+            code = frame.f_code
+            if code.co_filename == self.path:
+                inner = inner or (code.co_name, frame.f_lineno)
+                if frame.f_lineno not in self.toy:
+                    outer = code.co_name, frame.f_lineno, code.co_qualname
+            elif not inner:
+                engine |= code.co_name == "_engine_run_backward"
+                optimizer |= "/torch/optim/" in code.co_filename
+            frame = frame.f_back
+        name, line, where = outer or (*(inner or ("", 0)), "")
+        if optimizer or (name == "step" and not where.startswith("Pipeline")):
+            return line, "O"
+        if getattr(self.here, "unit", None):
+            return line, self.here.unit
+        if torch._C._current_graph_task_id() != -1 and (engine or name == "backward"):
+            return line, self.backward_of(torch._C._current_autograd_node())
+        if name.startswith("_weight"):
+            return line, "W"
+        of_model = inner and inner[1] in self.toy and inner[0] not in ("microbatches", "print_step")
+        return line, "F" if of_model else "L"
+
+    # ---- what happens ----
+
+    def start(self):
+        super().start()
+        for name in CALLS:
+            if hasattr(dist.ProcessGroup, name):  # torch 2.11 lacks some
+                call = self.noting(name, getattr(dist.ProcessGroup, name))
+                self.patches.enter_context(mock.patch.object(dist.ProcessGroup, name, call))
+        wait = self.timing(dist.Work.wait)
+        self.patches.enter_context(mock.patch.object(dist.Work, "wait", wait))
+        self.polling = threading.Thread(target=self.poll, name="poll", daemon=True)
+        self.begin = now()
+        self.polling.start()
+
+    def stop(self):
+        super().stop()
+        self.end = now()
+        self.before_start.close()
+
+    def poll(self):
+        while self.on is not False:
+            for number, work in list(self.works.values()):
+                if self.messages[number]["end"] is None and work.is_completed():
+                    self.messages[number]["end"] = now()
+            time.sleep(5e-4)
+
+    def noting(self, name, call):
+        plain = name.replace("_", "")
+        name = next(NAMES[key] for key in NAMES if key in plain)
+
+        def start(group, *args, **kwargs):
+            line, _ = self.look()
+            tensors = tensors_in((args, kwargs))
+            message = {"name": name, "line": line, "thread": self.thread, "begin": now(), "end": None}
+            where = group.rank(), None
+            if name in ("send", "receive"):
+                where = (group.rank(), args[1])[:: 1 if name == "send" else -1]
+            self.counts[group.group_name, where] += 1
+            message["key"] = group.group_name, where, self.counts[group.group_name, where]
+            message["bytes"] = max((tensor.nbytes for tensor in tensors), default=0)
+            with self.lock:
+                message["storage"] = self.note(tensors[0]) if tensors else None
+            self.here.last = None
+            work = call(group, *args, **kwargs)
+            if work is not None:
+                self.works[id(work)] = len(self.messages), work
+            self.messages.append(message)
+            return work
+
+        return start
+
+    def timing(self, wait):
+        def timed(work, *args, **kwargs):
+            line, _ = self.look()
+            begin = now()
+            done = wait(work, *args, **kwargs)
+            number, _ = self.works.pop(id(work), (None, None))
+            if number is not None:
+                self.messages[number]["end"] = self.messages[number]["end"] or now()
+                self.waits.append((self.thread, begin, now(), line, number))
+            self.here.last = None
+            return done
+
+        return timed
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not self.on or function.namespace in ("prim", "c10d"):
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        line, what = self.look()
+        begin = now()
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        last = getattr(self.here, "last", None)
+        if last and (last[2:] == [line, what] or self.is_repeated(last, line, what)):
+            last[1] = now()
+        else:
+            self.here.last = [begin, now(), line, what]
+            self.spans[self.thread].append(self.here.last)
+        return result
+
+    def is_repeated(self, last, line, what):
+        """Whether a hook does in a block's backward what it did for one of the block's weights before."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        unit = getattr(self.here, "backward", None)
+        if unit != getattr(self.here, "hooks_of", None):
+            self.here.hooks_of, self.here.hooks = unit, set()
+        seen = line in self.here.hooks
+        if what == "L":
+            self.here.hooks.add(line)
+        return (seen and last[3][0] == "B") if what == "L" else False
+
+    def resize(self, key, size):
+        count = len(self.events)
+        super().resize(key, size)
+        if self.on and len(self.events) > count:
+            self.moments[count] = now(), self.look()[0]
+
+    # ---- what is written ----
+
+    def held_by(self, kinds):
+        """{thread: [(time, line, kind, bytes of this kind from then on)]}."""
+        alive, found = Counter(), defaultdict(list)
+        for number, (storage, size) in enumerate(self.events):
+            if storage != "backward":
+                kind = kinds[storage] or "activations"
+                owner = self.owners[storage]
+                alive[owner, kind] += size
+                moment, line = self.moments.get(number, (self.begin, 0))
+                found[owner].append((moment, line, kind, alive[owner, kind]))
+        return {owner: list(thinned(changes)) for owner, changes in found.items()}
+
+    def lanes(self, rank):
+        """{name of a lane: what it does}, times as they are."""
+        kinds = self.all_kinds()
+        held = self.held_by(kinds)
+        found = {}
+        for thread in sorted({*self.spans, *held}, key=lambda name: name or ""):
+            lane = {"spans": self.spans[thread], "messages": [], "waits": [], "held": held.get(thread, [])}
+            numbers = {}
+            for number, message in enumerate(self.messages):
+                if message["thread"] == thread:
+                    numbers[number] = len(numbers)
+                    kind = kinds[message["storage"]] if message["storage"] is not None else "other"
+                    row = [message[what] for what in ("begin", "end", "line", "name", "bytes", "key")]
+                    row[1] = row[1] or self.end
+                    lane["messages"].append([*row, kind or "activations"])
+            for where, begin, end, line, number in self.waits:
+                if where == thread:
+                    lane["waits"].append([begin, end, line, numbers[number]])
+            found[f"rank {rank}" if thread is None else thread] = lane
+        return found
+
+
+def thinned(changes):
+    """Without changes of less than 2 % of the most that is held, but the last of each kind."""
+    most = max(size for *_, size in changes)
+    kept, skipped = {}, {}
+    for change in changes:
+        kind, size = change[2:]
+        if kind not in kept or abs(kept[kind] - size) > most / 50:
+            kept[kind] = size
+            skipped.pop(kind, None)
+            yield change
+        else:
+            skipped[kind] = change
+    yield from sorted(skipped.values())
+
+
+def write(path, film, lesson, flags):
+    """Write the film of all ranks, on rank 0."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (film.begin, film.end, film.lanes(dist.get_rank())))
+    origin = min(begin for begin, _, _ in everyone)
+    lines = {}  # {line: its place in what is written}
+
+    def encoded(row, times):
+        """A row whose first ones are times, and then a line, as it is written."""
+        line = lines.setdefault(row[times], len(lines))
+        return [*(max(0, round(1e5 * (moment - origin))) for moment in row[:times]), line, *row[times + 1 :]]
+
+    lanes = {}
+    messages = [message for *_, own in everyone for lane in own.values() for message in lane["messages"]]
+    received = {message[5]: message[1] for message in messages if message[3] == "receive"}
+    for _, _, own in everyone:
+        for name, lane in own.items():
+            for message in lane["messages"]:
+                key = message.pop(5)
+                if message[3] == "send":  # whose end nobody sees but who receives it
+                    message[1] = received.get(key, message[1])
+            for what, rows in lane.items():
+                lane[what] = [encoded(row, 1 if what == "held" else 2) for row in rows]
+            lanes[name] = lane
+    result = {"lesson": lesson.__name__, "flags": " ".join(flags), "ranks": dist.get_world_size()}
+    result["length"] = round(1e5 * (max(end for _, end, _ in everyone) - origin))
+    result["lines"] = [[line, film.text[line].strip()] for line in lines]
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(result | {"lanes": lanes}, separators=(",", ":")) + "\n")

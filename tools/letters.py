@@ -1,0 +1,88 @@
+"""The formulas in the lessons' docstrings, and their letters.
+
+A formula is a line `name formula`. P parameters, R on the rank with most, T in the largest tensor, U in a
+block, E in no block; L layers, a heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches
+of b sequences each; w bytes of a weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K
+of a parameter's optimizer state; G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1
+over gloo. With M mixtures of X experts on e ranks, of which a token takes t: U parameters in an expert, D
+outside them; an all-to-all depends on tokens, the formula is its mean. H parameters in Muon's matrices, O of
+them on the rank with most, q bytes of a number in Newton-Schulz, o bytes of an outer momentum. H are
+diloco.py's steps from exchange to exchange; letters of time alone are in single.py.
+"""
+
+import re
+from collections import Counter
+
+import torch
+
+TIME = ("compute", "exposed", "idle")
+
+
+def read_formulas(lesson, config, of_time=False):
+    """{what is held or sent, or takes time: formula}. A line may be `with --policy full`, or `without`."""
+    formulas = {}
+    for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
+        if (name in TIME) != of_time:
+            continue
+        choice = re.search(r"(with|without) --(\w+) ?(\w*)", more)
+        if not choice or (getattr(config, choice[2]) in (True, choice[3])) == (choice[1] == "with"):
+            formulas[name] = formula
+    return formulas
+
+
+def spelled(formula):
+    """A formula such as 2wP(N-1)/N, in which neighbours are multiplied, as Python: 2*w*P*(N-1)/N."""
+    words = re.findall(r"max|min|[A-Za-z]|\d+|\S", formula)
+    text = ""
+    for word, after in zip(words, [*words[1:], ""]):
+        is_factor = word not in ("max", "min") and (word.isalnum() or word == ")")
+        text += word + "*" * (is_factor and (after.isalnum() or after == "("))
+    return text
+
+
+def evaluate(formula, letters):
+    return eval(spelled(formula), {"max": max, "min": min}, letters)
+
+
+def letters_of(lesson, config, ranks, backend):
+    """{letter: its value}."""
+    with torch.device("meta"):
+        model = lesson.GPT(config)
+    sizes = [param.numel() for param in model.parameters()]
+    block = sum(param.numel() for param in model.blocks[0].parameters())
+    letters = {"P": sum(sizes), "T": max(sizes), "U": block, "E": sum(sizes) - config.layers * block}
+    letters |= zip("Lahsv", (getattr(config, name) for name in lesson.SHAPE))
+    letters["Q"] = 6 * letters["P"] + 12 * config.layers * config.width * config.context
+    letters |= {"N": ranks, "k": config.accum, "b": config.batch / config.shares / config.accum}
+    width = lesson.DTYPES[config.dtype].itemsize
+    letters |= {"w": width, "m": max(width, 4), "c": 4 * (width == 2), "g": int(backend == "gloo")}
+    letters["K"] = 2 * letters["m"] * (config.optim == "adamw")
+    ahead = config.layers if getattr(config, "no_reshard", False) else getattr(config, "prefetch", 0)
+    letters["C"] = 2 if getattr(config, "schedule", "") == "interleaved" and ranks > 1 else 1
+    letters["f"] = min(ahead, config.layers - 1)
+    letters["F"] = getattr(config, "shard", 1)
+    if hasattr(config, "tp"):
+        letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
+    if hasattr(config, "experts"):
+        letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
+        letters["U"] = 8 * config.width**2 + 5 * config.width
+        letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
+    if hasattr(config, "outer_lr"):
+        letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
+    if hasattr(config, "gather"):
+        matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
+        owned = Counter()
+        for matrix, owner in lesson.assign_owners(matrices, ranks)[0].items():
+            owned[owner] += matrix.numel()
+        letters["H"] = sum(owned.values())
+        letters["O"] = letters["H"] / ranks if config.gather else max(owned.values())
+        letters["q"] = 8 if config.dtype == "fp64" else 2
+    return letters
+
+
+def parameters_of_stage(config, letters, stage):
+    """Of a stage's rank with most, of a mesh: positions, norms and row-parallel biases are whole."""
+    h, blocks = config.width, (config.layers + stage) // config.pp
+    first, last = stage == 0, stage == config.pp - 1
+    ends = first * config.context * h + (first or last) * -(-config.vocab // config.tp) * h + last * 2 * h
+    return blocks * ((12 * h * h + 7 * h) // config.tp + 6 * h) + ends
