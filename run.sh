@@ -5,6 +5,7 @@
 # ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd
 # ./run.sh lint            ruff, and each file beside its budget
 # ./run.sh site            the lessons as pages, in docs/site
+# ./run.sh films [LESSON]  what each rank does in a step, for these pages; as root on Linux over links of 1 Gbit/s
 # ./run.sh gpu             for whoever has GPUs: half an hour, docs/results/gpu.md (--rehearse: on a CPU, toy sizes)
 #
 # NPROC=2 ./run.sh         ranks (default: the GPUs, or 4 without any)
@@ -31,6 +32,31 @@ set_up() {
     "$python" -m pip install --quiet --requirement "$requirements"
 }
 
+film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
+    local lesson=$1 ranks=4 threads=""
+    local flags=(--layers 4 --width 256 --context 64 --batch 16 --steps 2)
+    case $lesson in
+    single) ranks=1 ;;
+    dp_threads) ranks=1 threads="--replicas 4" ;;
+    dp_async) ranks=1 threads="--workers 4" ;;
+    parallel_3d) flags+=(--layers 2 --tp 2 --pp 2 --accum 2) ;;
+    diloco) flags+=(--inner-steps 2 --steps 4) ;;
+    sequence_parallel | context_parallel | expert_parallel | muon) flags+=(--layers 2) ;;
+    esac
+    local command=(tools/ledger.py --film "docs/films/$lesson.json" "$lesson.py" "${flags[@]}" $threads)
+    say "$lesson"
+    mkdir -p docs/films
+    rm -f "docs/films/$lesson.json"
+    if [ $ranks = 1 ]; then
+        "$python" "${command[@]}"
+    elif [ "$(id -u)" = 0 ] && command -v ip tc >/dev/null; then # whose torchruns may end in any order
+        PYTHON=$(realpath -s "$python") bench/hosts.sh $ranks 1gbit -- "${command[@]}" || true
+    else
+        "$python" -m torch.distributed.run --nproc_per_node=$ranks "${command[@]}"
+    fi
+    [ -f "docs/films/$lesson.json" ]
+}
+
 case "${1:-}" in
 test)
     shift
@@ -53,6 +79,15 @@ site)
     set_up requirements-dev.txt "torch numpy matplotlib pygments jinja2 markdown"
     "$python" site/book.py
     say "Open docs/site/index.html"
+    exit
+    ;;
+films)
+    shift
+    set_up requirements.txt "torch numpy"
+    [ $# -gt 0 ] || set -- "${LESSONS[@]}"
+    for lesson; do
+        film "${lesson%.py}"
+    done
     exit
     ;;
 gpu)

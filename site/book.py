@@ -16,11 +16,13 @@ import re
 import shutil
 import sys
 from functools import partial
+from html import unescape
 from itertools import groupby, pairwise, product
 from pathlib import Path
 
 import jinja2
 import markdown
+import markdown.extensions.toc
 from figures import starts
 from markupsafe import Markup, escape
 from pygments import highlight
@@ -28,13 +30,17 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = str(ROOT), str(ROOT / "tools")
+from letters import evaluate, letters_of  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 RUN, SPEED = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
-PAGES = ROOT / "site/pages"
+PAGES, FILMS = ROOT / "site/pages", ROOT / "docs/films"
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("zb-h1", "zb-h2")}
 SCHEDULES["pipeline_v"] = ("zb-v", "dualpipe-v")
 STAGES, MICROBATCHES, CHUNKS = (2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24), (1, 2, 3, 4)
 MODELS = ("125m", "350m", "1.3b", "2.7b", "7.5b", "13b", "30b", "70b", "175b", "405b", "1000b")
+TEN = ["single", "ddp", "zero1", "zero2", "zero3"]  # the path of ten.html
 GPUS = [2**i for i in range(13)]
 
 
@@ -65,10 +71,13 @@ def linked(text):
 
 
 def prose(source):
-    """Markdown as HTML, with links to the site's pages and figures."""
-    html = markdown.markdown(source, extensions=["tables", "fenced_code"])
-    html = re.sub(r'href="docs/results/(\w+)\.md"', r'href="results-\1.html"', html)
-    html = re.sub(r'href="(\w+)\.py"', r'href="\1.html"', html)
+    """Markdown as HTML, with links to the site's pages and figures, and of each heading to itself."""
+    toc = markdown.extensions.toc.TocExtension(permalink="#", permalink_title="link to this part")
+    html = markdown.markdown(source, extensions=["tables", "fenced_code", toc])
+    html = re.sub(r'href="(?:docs/)?results/(\w+)\.md"', r'href="results-\1.html"', html)
+    html = re.sub(r'href="docs/(\w+)\.md"', r'href="\1.html"', html)
+    html = re.sub(r'href="(?:\.\./)?(\w+)\.py(#L\d+)?"', r'href="\1.html\2"', html)
+    html = html.replace('href="../job.sbatch"', 'href="job.sbatch"')
     return Markup(re.sub(r'src="[^"]*?([\w-]+\.svg)"', r'src="\1"', html))
 
 
@@ -129,11 +138,40 @@ def cut(source):
         yield title, numbers[0], numbers[-1]
 
 
+def changed_words(old, new):
+    """Of two texts the sets of characters that stand in words of one alone, if most words are in both."""
+    words = [[match.span() for match in re.finditer(r"\w+|[^\w\s]", text)] for text in (old, new)]
+    given = [[text[a:b] for a, b in spans] for text, spans in zip((old, new), words)]
+    matcher = difflib.SequenceMatcher(None, *given, autojunk=False)
+    found = set(), set()
+    if matcher.ratio() > 0.5:
+        for tag, a, b, c, d in matcher.get_opcodes():
+            for own, spans in zip(found, (words[0][a:b], words[1][c:d])):
+                if tag != "equal" and spans:
+                    own.update(range(spans[0][0], spans[-1][1]))
+    return found
+
+
+def marked(lines, changed, place=0):
+    """Lines of HTML in which these characters of their text are marked."""
+    for html in lines:
+        pieces = []
+        for piece in re.findall(r"<[^>]*>|&\w+;|&#\d+;|.", html):
+            if piece[0] == "<":
+                pieces.append(piece)
+            else:
+                pieces.append(f"<mark>{piece}</mark>" if place in changed else piece)
+                place += len(unescape(piece))
+        place += 1  # the line's end
+        yield "".join(pieces).replace("</mark><mark>", "")
+
+
 def changes(old, new):
     """[(kind, lines of old, lines of new)] of two pieces, as (text, HTML); kind: changed, equal, folded."""
     for tag, a, b, c, d in difflib.SequenceMatcher(None, old[0], new[0], autojunk=False).get_opcodes():
         if tag != "equal":
-            yield "changed", old[1][a:b], new[1][c:d]
+            words = changed_words("\n".join(old[0][a:b]), "\n".join(new[0][c:d]))
+            yield "changed", list(marked(old[1][a:b], words[0])), list(marked(new[1][c:d], words[1]))
             continue
         head, tail = min(b, a + 2 * (a > 0)), max(a, b - 2 * (b < len(old[0])))
         for how, i, j in (("equal", a, head), ("folded", head, tail), ("equal", max(head, tail), b)):
@@ -177,6 +215,24 @@ def explorer_data():
         size = plan.number(model), gpus
         memory[f"{model} {gpus}"] = [[*plan.states(i, *size).values(), plan.wire(i, *size)] for i in range(4)]
     return f"const SCHEDULES = {json.dumps(schedules)}\nconst MEMORY = {json.dumps(memory)}\n"
+
+
+# ---- films ----
+
+
+def film_of(name):
+    """docs/films/NAME.json with the numbers that its lines have today; None if there is none."""
+    path = FILMS / f"{name}.json"
+    if not path.exists():
+        return None
+    film = json.loads(path.read_text())
+    lines = ["", *(line.strip() for line in (ROOT / f"{name}.py").read_text().split("\n"))]
+    for row in film["lines"]:
+        same = [number for number, text in enumerate(lines) if text == row[1] and number]
+        if row[0] and not same:
+            sys.exit(f"{path.name}: {name}.py has no line `{row[1]}` any more: ./run.sh films {name}")
+        row[0] = min(same, key=lambda number: abs(number - row[0])) if row[0] else 0
+    return film
 
 
 # ---- pages ----
@@ -229,6 +285,44 @@ def exercises():
     return "\n\n".join(["# Do it yourself", usage[0], f"```\n{usage[1]}\n```", "\n".join(table)])
 
 
+def megabytes(name, formula):
+    """What a formula is on 4 ranks, with the flags of a lesson's film."""
+    return evaluate(formula, letters_of_film(name)) / 1e6
+
+
+def parameters(name):
+    return f"{letters_of_film(name)['P'] / 1e6:.2f} million"
+
+
+def letters_of_film(name):
+    lesson, film = importlib.import_module(name), film_of(name)
+    config = lesson.parse(film["flags"].split())
+    config.shares = film["ranks"]
+    return letters_of(lesson, config, film["ranks"], "gloo")
+
+
+def source_of(name, part):
+    """The lines of HTML of a lesson's function or method."""
+    source = (ROOT / f"{name}.py").read_text()
+    defined = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    node = next(node for node in defined if node.name == part)
+    return code_lines(source)[node.lineno - 1 : node.end_lineno]
+
+
+def search_index(pages):
+    """[(address, title of the page, heading, text)] of each part of the pages, {name: HTML}."""
+    for name, html in pages.items():
+        title = unescape(re.search("<title>(.*?)(?: \\| rankzero)?</title>", html)[1])
+        main = html[html.index("</nav>") :]
+        main = re.sub(r'(?s)<a class="headerlink".*?</a>|<(pre|svg|form).*?</\1>', "", main)
+        _, *parts = re.split(r"(?s)<h[1-3](.*?)</h[1-3]>", main)
+        for head, body in zip(parts[::2], parts[1::2]):
+            place = re.match(r' id="([^"]*)"', head)
+            words = unescape(re.sub(r"<[^>]*>", "", "<h" + head)).strip("# \n")
+            text = " ".join(unescape(re.sub(r"<[^>]*>", " ", body)).split())
+            yield f"{name}.html" + (f"#{place[1]}" if place else ""), title, words or title, text[:900]
+
+
 def build(target):
     """Write the site to a folder."""
     target.mkdir(parents=True, exist_ok=True)
@@ -236,19 +330,26 @@ def build(target):
     templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.globals |= globals()
 
+    pages = {}
+
     def write(page, template, title, **content):
-        html = templates.get_template(template).render(page=page, title=title, **content)
-        (target / f"{page}.html").write_text(html)
+        pages[page] = templates.get_template(template).render(page=page, title=title, **content)
+        (target / f"{page}.html").write_text(pages[page])
 
     write("index", "index.html", "rankzero", intro=prose(README.split("\n\n")[1]))
+    write("ten", "ten.html", "Ten minutes")
     write("explore", "explore.html", "Explore")
-    write("readme", "text.html", "Use", text=prose(README))
-    write("learn", "text.html", "Do it", text=prose(exercises()))
     results = {path.stem: path.read_text() for path in sorted((ROOT / "docs/results").glob("*.md"))}
-    titles = {name: text.split("\n")[0].lstrip("# ") for name, text in results.items()}
-    write("results", "results.html", "Measured", titles=titles)
-    for name, text in results.items():
-        write(f"results-{name}", "text.html", titles[name], text=prose(text))
+    texts = {"readme": README, "learn": exercises()}
+    texts |= {name: (ROOT / f"docs/{name}.md").read_text() for name in ("trouble", "cluster")}
+    texts |= {f"results-{name}": text for name, text in results.items()}
+    titles = {name: text.split("\n")[0].lstrip("# ") for name, text in texts.items()} | {"readme": "Use"}
+    measured = {name: title for name, title in titles.items() if name.startswith("results-")}
+    write("results", "results.html", "Measured", titles=measured)
+    order = [None, *texts, None]
+    for name, before, after in zip(texts, order, order[2:]):
+        more = {"before": before, "after": after, "titles": titles}
+        write(name, "text.html", titles[name], text=prose(texts[name]), **more)
     for name in LESSONS:
         own = [each for each, text in results.items() if re.search(rf"^(# .*\b|## ){name}\.py", text, re.M)]
         write(name, "lesson.html", f"{name}.py", results=own, **lesson_page(name))
@@ -256,10 +357,19 @@ def build(target):
         content = changes_page(old, new)
         write(f"{old}-{new}", "changes.html", f"{old} to {new}", old=old, new=new, why=why, **content)
     (target / "explore-data.js").write_text(explorer_data())
-    for path in (PAGES / "style.css", PAGES / "explore.js", *(ROOT / "docs").glob("*.svg")):
+    index = json.dumps(list(search_index(pages)), ensure_ascii=False, separators=(",", ":"))
+    (target / "search-index.js").write_text(f"window.INDEX = {index};\n")
+    for name in filter(film_of, LESSONS):
+        film = json.dumps(film_of(name), separators=(",", ":"))
+        (target / f"film-{name}.js").write_text(f"(window.FILMS ??= {{}}).{name} = {film};\n")
+    for path in (
+        PAGES / "style.css",
+        *PAGES.glob("*.js"),
+        ROOT / "job.sbatch",
+        *(ROOT / "docs").glob("*.svg"),
+    ):
         shutil.copy(path, target)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/site")

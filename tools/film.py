@@ -8,7 +8,7 @@ spans     [begin, end, line, what]: an operator after the other, as long as line
           W gradients of weights alone; O the optimizer; L what else the lesson does
 messages  [begin, end, line, name, bytes, kind]: from the call to when it was seen to be complete, of a send
           or receive to the end of the receiver's wait. kind: of what is sent, as in held
-waits     [begin, end, line, number of the message]
+waits     [begin, end, line, number of the message in this lane, or -1]
 held      [time, line, kind, bytes of this kind from now on], changes of less than 2 % of the most left out
 Times in 10 microseconds from the step's begin, lines as numbers in "lines": [number, text] of the lesson's
 file, which site/book.py finds again after it was edited. The watching takes time of its own.
@@ -16,6 +16,7 @@ file, which site/book.py finds again after it was edited. The watching takes tim
 
 import bisect
 import json
+import re
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from watch import Watch, tensors_in
 NAMES = {"allreduce": "all-reduce", "reducescatter": "reduce-scatter", "allgather": "all-gather"}
 NAMES |= {"alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "gather": "gather"}
 NAMES |= {"scatter": "scatter", "barrier": "barrier", "send": "send", "recv": "receive"}
+MAIN = {"dp_threads": "device 0", "dp_async": "server"}  # what the main thread is called there
 now = time.perf_counter
 
 
@@ -134,6 +136,7 @@ class Film(Watch):
 
     def start(self):
         super().start()
+        dist.barrier()  # all begin together
         for name in CALLS:
             if hasattr(dist.ProcessGroup, name):  # torch 2.11 lacks some
                 call = self.noting(name, getattr(dist.ProcessGroup, name))
@@ -204,13 +207,18 @@ class Film(Watch):
         last = getattr(self.here, "last", None)
         if last and (last[2:] == [line, what] or self.is_repeated(last, line, what)):
             last[1] = now()
-        else:
-            self.here.last = [begin, now(), line, what]
-            self.spans[self.thread].append(self.here.last)
+            return result
+        if not last or last[3] != "L":
+            self.here.loop = set()  # of lines that come one after the other
+        self.here.loop.add(line)
+        self.here.last = [begin, now(), line, what]
+        self.spans[self.thread].append(self.here.last)
         return result
 
     def is_repeated(self, last, line, what):
-        """Whether a hook does in a block's backward what it did for one of the block's weights before."""
+        """Whether a loop comes round again, or a hook, for one more of a block's weights."""
+        if what == last[3] == "L" and line in self.here.loop:
+            return True
         if torch._C._current_graph_task_id() == -1:
             return False
         unit = getattr(self.here, "backward", None)
@@ -239,7 +247,7 @@ class Film(Watch):
                 alive[owner, kind] += size
                 moment, line = self.moments.get(number, (self.begin, 0))
                 found[owner].append((moment, line, kind, alive[owner, kind]))
-        return {owner: list(thinned(changes)) for owner, changes in found.items()}
+        return {owner: sorted(thinned(changes), key=lambda row: row[0]) for owner, changes in found.items()}
 
     def lanes(self, rank):
         """{name of a lane: what it does}, times as they are."""
@@ -257,25 +265,35 @@ class Film(Watch):
                     row[1] = row[1] or self.end
                     lane["messages"].append([*row, kind or "activations"])
             for where, begin, end, line, number in self.waits:
-                if where == thread:
-                    lane["waits"].append([begin, end, line, numbers[number]])
-            found[f"rank {rank}" if thread is None else thread] = lane
+                if where == thread:  # -1: for another thread's message
+                    lane["waits"].append([begin, end, line, numbers.get(number, -1)])
+            found[self.name_of(thread, rank)] = lane
         return found
+
+    def name_of(self, thread, rank):
+        if Path(self.path).stem in MAIN:  # whose threads are devices
+            name = thread or MAIN[Path(self.path).stem]
+            return re.sub(
+                r"ThreadPoolExecutor-\d+_", "worker ", name.removesuffix("_0") if "device" in name else name
+            )
+        return f"rank {rank}" + (f" {thread.removesuffix('_0')}" if thread else "")
 
 
 def thinned(changes):
     """Without changes of less than 2 % of the most that is held, but the last of each kind."""
     most = max(size for *_, size in changes)
     kept, skipped = {}, {}
-    for change in changes:
-        kind, size = change[2:]
+    for change, after in zip(changes, [*changes[1:], None]):
+        moment, _, kind, size = change
+        if after and after[::2] == (moment, kind):
+            continue
         if kind not in kept or abs(kept[kind] - size) > most / 50:
             kept[kind] = size
             skipped.pop(kind, None)
             yield change
         else:
             skipped[kind] = change
-    yield from sorted(skipped.values())
+    yield from skipped.values()
 
 
 def write(path, film, lesson, flags):
