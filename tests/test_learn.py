@@ -82,7 +82,20 @@ def check_answers(learn, folder):
         assert found[0] is None and expected in (found[1], None), (check, found)
 
 
-CHECKS = (check_exercises, check_bugs, check_cheats, check_files, check_answers)
+def check_trouble(learn, folder):
+    trouble = load("tools/trouble")
+    known = json.loads(trouble.SEEN.read_text())
+    assert trouble.page(known) == trouble.PAGE.read_text(), "docs/trouble.md is old: python tools/trouble.py"
+    for symptom in ("norm 1", "loss 2"):
+        shown = [key for key, seen in known.items() if symptom in seen.values() and "zero" in key]
+        key = random.Random(len(known)).choice(shown)
+        lesson, old, new = trouble.find_mutants()[key]
+        (folder / "mutant.py").write_text((learn.ROOT / f"{lesson}.py").read_text().replace(old, new))
+        seen = trouble.observe(str(folder / "mutant.py"), lesson)
+        assert seen == known[key], f"{key}: docs/trouble.json says otherwise"
+
+
+CHECKS = (check_exercises, check_bugs, check_cheats, check_files, check_answers, check_trouble)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -29,14 +29,18 @@ SYMPTOMS = {  # in the order in which a person meets them
     "hidden": "The numbers and bytes are right; it is slow: communication no longer hides behind computation",
 }
 CAUSES = {  # what a mutant's old or new text has, the first that fits
-    "a collective is missing, or of the wrong group": r"all_reduce|scatter|all_gather|broadcast|group|dist\.",
-    "a wait is missing, or too early": r"wait|finish|synchronize|stream|sync",
-    "it is divided by the wrong number, or not at all": r" / |/=|div|world_size|accum|len\(",
-    "what is old is still there: not zeroed or freed": r"zero_|None|reshard|resize|clear|free|del |detach",
-    "another part, or another order": r"\[|rank|chunk|split|range|sorted|index|order|[-+] 1",
-    "a case is left out: a condition": r"if |and |or |not |==|<|>|min|max",
+    "a sum or a copy is in too few bits": r"float32|float64|bfloat16|double|_foreach_copy_|part\.dtype",
+    "counted on several ranks, or on one alone": r"rank\(?\)? == 0|counted|inside",
+    "a collective is missing, or over the wrong ranks": r"all_reduce\(|dist\.broadcast|group(?!\[)|average|"
+    r"tp_sum|get_world_size\(\), shard|get_rank\(|syncing|total\.add_",
+    "a wait is missing, or comes too early": r"\bwait\b|finish|reduce_job|submit|prefetch\(|previous",
+    "divided by the wrong number, or not at all": r"^/ | / |/=|div|world_size",
+    "what is old is still there: not zeroed or freed": r"zero_|None|resh|resize_|clear\(|popleft|weakr|slice",
+    "not copied: shared, or not sent": r"copy(?!_\(torch)|(rows|weight)\.detach| = self\.shard$|= view",
+    "another part, or another order": r"\[|split|flip|roll|dict\(|stages|seed|for r in|dp_rank|below",
+    "a case is left out, or a condition is wrong": r"\bif |\band |\bor |\belse | < ",
 }
-OTHER = "another expression"
+OTHER = "the formula itself"
 promises.SECONDS = 15  # until a run counts as hanging
 
 
