@@ -37,6 +37,7 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
     local flags=(--layers 4 --width 256 --context 64 --batch 16 --steps 2)
     case $lesson in
     single) ranks=1 ;;
+    offload) ranks=2 ;; # each with lanes of its host and link
     dp_threads) ranks=1 threads="--replicas 4" ;;
     dp_async) ranks=1 threads="--workers 4" ;;
     parallel_3d) flags+=(--layers 2 --tp 2 --pp 2 --accum 2) ;;
@@ -60,7 +61,7 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
 case "${1:-}" in
 test)
     shift
-    set_up requirements-dev.txt "torch numpy pytest xdist matplotlib jinja2 markdown pygments playwright"
+    set_up requirements-dev.txt "torch numpy pytest xdist matplotlib jinja2 markdown pygments playwright html5lib"
     lesson=${1:-} && lesson=${lesson%.py}
     if [[ " ${LESSONS[*]} " == *" $lesson "* ]]; then set -- --lesson "$lesson" "${@:2}"; fi
     OMP_NUM_THREADS=1 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file's tests share their worlds

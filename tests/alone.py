@@ -196,11 +196,8 @@ class Rank:
             stack.enter_context(mock.patch.dict(os.environ, {key: str(x) for key, x in environment.items()}))
             for (where, name), new in self.instead().items():
                 stack.enter_context(mock.patch.object(where, name, new, create=True))
-            try:
-                yield
-            finally:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+            stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+            yield
 
     def load_lesson(self):
         """The lesson, with threads that work late, and steps that are counted and not printed."""

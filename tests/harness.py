@@ -3,7 +3,6 @@ world(4).run(function, ...) calls a function on each of four processes. train(na
 there; watched, by tools/ledger.py. A check is a function of a lesson's name, or path, that asserts a promise;
 mutants() holds that it fails, for a given reason, on an edited copy of the lesson."""
 
-import atexit
 import functools
 import gc
 import io
@@ -13,8 +12,8 @@ import re
 import sys
 import tempfile
 import time
-import traceback
 import types
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -30,30 +29,26 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn", "tests.harness"])
 
 
-def serve(rank, size, store, pipe):
-    """A rank: run what comes through the pipe until None comes."""
+def begin(rank, size, store):
+    """Make a process a rank."""
     gc.freeze()  # all that the fork has brought: collections of each rank would copy its pages
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     sleep = time.sleep
     time.sleep = lambda seconds: seconds != 5 and sleep(seconds)  # refuse() waits so long for rank 0
-    sys.path[:0] = [str(ROOT), *(str(ROOT / room) for room in ("tools", "bench", "site"))]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    for function, arguments in iter(pipe.recv, None):
-        gc.collect()
-        gc.freeze()  # what is left of former tests is not this one's
-        try:
-            with redirect_stdout(io.StringIO()):
-                answer = function(*arguments)
-            for group in list(dist.distributed_c10d._world.pg_map):
-                if group is not dist.group.WORLD:  # gloo's threads of each would go on polling
-                    dist.destroy_process_group(group)
-            pipe.send((None, answer))
-        except AssertionError as error:
-            pipe.send((AssertionError, str(error) or traceback.format_exc()))
-        except BaseException:
-            pipe.send((RuntimeError, traceback.format_exc()))
-    dist.destroy_process_group()
+
+
+def call(function, arguments, options):
+    """On a rank: call a function, of a check the one that asserts."""
+    gc.collect()
+    gc.freeze()  # what is left of former tests is not this one's
+    with redirect_stdout(io.StringIO()):
+        answer = getattr(function, "__wrapped__", function)(*arguments, **options)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:  # gloo's threads of each would go on polling
+            dist.destroy_process_group(group)
+    return answer
 
 
 class World:
@@ -61,52 +56,34 @@ class World:
 
     def __init__(self, size):
         self.folder = tempfile.TemporaryDirectory()
-        self.pipes = []
-        self.processes = []
-        for rank in range(size):
-            pipe, theirs = FORK.Pipe()
-            arguments = (rank, size, f"{self.folder.name}/store", theirs)
-            process = FORK.Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            self.pipes.append(pipe)
-            self.processes.append(process)
+        store = f"{self.folder.name}/store"
+        self.ranks = [ProcessPoolExecutor(1, FORK, begin, (rank, size, store)) for rank in range(size)]
 
-    def run(self, function, *arguments, timeout=200):
+    def run(self, function, *arguments, timeout=200, **options):
         """[function(*arguments) of rank 0, of rank 1, ...]. A failure on any rank ends this world."""
-        for pipe in self.pipes:
-            pipe.send((function, arguments))
-        answers = {}
-        deadline = time.monotonic() + timeout
-        while len(answers) < len(self.pipes):
-            waiting = [pipe for pipe in self.pipes if pipe not in answers]
-            ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
-            if not ready:
-                self.close(kill=True)
-                waiting = f"{len(waiting)} of {len(self.pipes)} ranks"
-                raise AssertionError(f"{waiting} did not come back in {timeout} s")
-            for pipe in ready:
-                try:
-                    error, answers[pipe] = pipe.recv()
-                except (EOFError, ConnectionError):
-                    error, answers[pipe] = RuntimeError, "the process died"
+        try:
+            answers = [rank.submit(call, function, arguments, options) for rank in self.ranks]
+            ended, late = wait(answers, timeout, FIRST_EXCEPTION)
+            for rank, answer in enumerate(answers):
+                error = answer.exception() if answer in ended else None
                 if error:
-                    self.close(kill=True)
-                    raise error(f"rank {self.pipes.index(pipe)} of {len(self.pipes)}: {answers[pipe]}")
-        return [answers[pipe] for pipe in self.pipes]
+                    kind = AssertionError if isinstance(error, AssertionError) else RuntimeError
+                    raise kind(f"rank {rank} of {len(answers)}: {str(error) or error.__cause__}") from error
+            assert not late, f"{len(late)} of {len(answers)} ranks did not come back in {timeout} s"
+        except BaseException:
+            self.close()
+            raise
+        return [answer.result() for answer in answers]
 
-    def close(self, kill=False):
-        WORLDS.pop(len(self.processes), None)
-        for pipe, process in zip(self.pipes, self.processes):
-            if kill:
+    def close(self):
+        del WORLDS[len(self.ranks)]
+        for rank in self.ranks:
+            for process in list(rank._processes.values()):
                 process.kill()
-            else:
-                pipe.send(None)
-                process.join(5)
         self.folder.cleanup()
 
 
 WORLDS = {}
-atexit.register(lambda: [each.close() for each in list(WORLDS.values())])
 
 
 def world(size):
@@ -191,22 +168,17 @@ def error_of(call):
     return "nothing"
 
 
-def on_ranks(size, timeout=200):
+def on_ranks(size):
     """Make a check of a function of a lesson's name that asserts on each of so many ranks."""
 
     def decorate(function):
         @functools.wraps(function)
-        def check(name, *arguments, size=size, timeout=timeout, **options):
-            here = functools.partial(inner, check, name, *arguments, **options)
-            return world(size).run(here, timeout=timeout)
+        def check(*arguments, size=size, **options):
+            return world(size).run(check, *arguments, **options)
 
         return check
 
     return decorate
-
-
-def inner(check, *arguments, **options):
-    return check.__wrapped__(*arguments, **options)
 
 
 def holds(names, *checks):

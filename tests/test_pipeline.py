@@ -3,7 +3,6 @@
 import copy
 import itertools
 import re
-import types
 import weakref
 from collections import Counter, deque
 from functools import partial
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 
 from test_all import check_ledger, check_parity, refused
 from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, world
+from tools.watch import Watch, noted
 
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}
 V = {"pipeline_v": ("zb-v", "dualpipe-v")}  # of which most is in test_pipeline_v.py
@@ -83,14 +83,13 @@ PUBLISHED = [  # arXiv 2401.10241, table 5
 
 def check_bubbles(name):
     """Rates are the published ones to every digit, and the closed forms."""
-    lesson = load(name)
+    lesson, names = load(name), SCHEDULES[Path(name).stem]
     for m, t_f, t_b, t_w, t_comm, *rates in PUBLISHED:
         for schedule_name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates):
-            if schedule_name in SCHEDULES[Path(name).stem]:
+            if schedule_name in names:
                 schedule = lesson.build_schedule(schedule_name, 8, m)
                 found = f"{lesson.bubble_rate(schedule, t_f, t_b, t_w, t_comm):.4f}"
                 assert found == rate, f"{schedule_name}: not the published rate, but {found}"
-    names = SCHEDULES[Path(name).stem]
     for schedule_name, p, rounds, t_w in itertools.product(names, (2, 4), (2, 3), (0.5, 1)):
         t_f, t_b, m = 1, 1, rounds * p
         ideal = m * (t_f + t_b + t_w)
@@ -157,7 +156,7 @@ def train_layers(name, schedule_name, ends, frozen):
     pipe = lesson.Pipeline(list(layers), ends, F.mse_loss, schedule)
     freed = [param for param in layers.parameters() if param.untyped_storage().nbytes() == 0]
     assert freed, "a rank holds what others need"
-    optimizers = [torch.optim.SGD(list(each.parameters()), lr=0.1, momentum=0.9) for each in (pipe, plain)]
+    optimizer = torch.optim.SGD([*pipe.parameters(), *plain.parameters()], lr=0.1, momentum=0.9)
     for _ in range(3):
         inputs, targets = torch.randn(2, 4, 3, 6, dtype=torch.float64)
         loss = F.mse_loss(nn.Sequential(*plain)(inputs.flatten(0, 1)), targets.flatten(0, 1))
@@ -165,9 +164,8 @@ def train_layers(name, schedule_name, ends, frozen):
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         assert abs(pipe.step(inputs, targets).item() - loss.item()) < 1e-12, "losses differ"
         assert abs(pipe.clip_grad_norm_(0.1) - norm) < 1e-12, "gradient norms differ"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     said = error_of(lambda: pipe._send("F", 1 + 2 * dist.get_rank(), torch.ones(2, 6)))
     assert "[2, 6]" in said and "[3, 6]" in said, f"a message of another shape: {said}"
     pipe.unsplit()
@@ -188,28 +186,25 @@ def check_held_by(name, schedule_name, m=9):
     """What a rank holds is its microbatches in flight; messages are posted ahead, and not without end."""
     torch.manual_seed(0)
     lesson = load(name)
-    lesson.dist = types.SimpleNamespace(**vars(dist))
     size = dist.get_world_size()
     layers = [nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 4)) for _ in range(2 * size)]
     schedule = lesson.build_schedule(schedule_name, size, m)
     n_stages = 1 + max(action.stage for actions in schedule for action in actions)
     pipe = lesson.Pipeline(layers, lesson.split_layers(layers, n_stages), F.mse_loss, schedule)
     pipe.step(*torch.randn(2, m, 8, 4))
-    inputs, outputs = [], []
+    inputs, outputs = weakref.WeakSet(), weakref.WeakSet()
 
     def note(module, args, output):
-        inputs.append(weakref.ref(args[0]))
-        kept = sum(each() is not None for each in inputs)
-        assert kept <= in_flight(pipe.actions), f"{kept} inputs are kept"
-        kept = sum(each() is not None for each in outputs)
-        assert kept == 0 or pipe.rank == size - 1, "outputs are kept for backward"
-        outputs.append(weakref.ref(output))
+        inputs.add(args[0])
+        assert len(inputs) <= in_flight(pipe.actions), f"{len(inputs)} inputs are kept"
+        assert not outputs or pipe.rank == size - 1, "outputs are kept for backward"
+        outputs.add(output)
 
     next(each for each in pipe.modules() if isinstance(each, nn.Sequential)).register_forward_hook(note)
     posted, left = [0], [0]
-    lesson.dist.irecv = lambda *args: posted.append(1 + len(pipe.posted)) or dist.irecv(*args)
-    lesson.dist.isend = lambda *args: left.append(1 + len(pipe.sent)) or dist.isend(*args)
-    with load("tools/watch").Watch() as watch:
+    irecv = noted(dist.irecv, lambda *_: posted.append(1 + len(pipe.posted)))
+    isend = noted(dist.isend, lambda *_: left.append(1 + len(pipe.sent)))
+    with Watch() as watch, mock.patch.multiple(dist, irecv=irecv, isend=isend):
         pipe.step(*torch.randn(2, m, 8, 4))
     unit = 2 * 512 * 8 * 4 * 2 * size / n_stages  # of a stage: what GELU is given and returns
     held, expected = watch.held()["activations"] / unit, in_flight(pipe.actions)

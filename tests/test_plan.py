@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-import types
+from functools import partial
 
 import pytest
 import torch
@@ -41,11 +41,11 @@ def check_counts(name):
     """The closed form counts the toy GPT's parameters, and those of a tensor-parallel rank or a stage."""
     plan, single = planner(name), load("single")
     assert plan.SIZES == single.SIZES, "other sizes than the lessons'"
-    for size, text in single.SIZES.items():
-        shape = plan.Shape(*map(int, text.split()))
-        config = types.SimpleNamespace(**dict(zip(single.SHAPE, shape)), seed=0)
+    for size in single.SIZES:
+        job = plan.parse(["--size", size])
+        shape = job.shape
         with torch.device("meta"):
-            named = dict(single.GPT(config).named_parameters())
+            named = dict(single.GPT(single.parse(["--size", size])).named_parameters())
         count = sum(param.numel() for param in named.values())
         assert plan.whole_model(shape) == count, "another number of parameters"
         pattern = "norm|position|(proj|down).bias"
@@ -54,7 +54,6 @@ def check_counts(name):
             split = (count - whole - shape.vocab * shape.hidden) // t + -(-shape.vocab // t) * shape.hidden
             own = plan.parameters(shape.layers, shape.hidden, shape.vocab, shape.seq, t)
             assert own == split + whole, "another split of tensors"
-        job = plan.parse(f"--size {size}".split())
         for p in (2, 3, shape.layers):
             stages = sum(plan.replica(job, 1, p, i).params for i in range(p))
             assert stages - shape.vocab * shape.hidden == count, "stages lack parameters"  # tied: twice
@@ -121,13 +120,6 @@ def check_stages(name, flags="--layers 14 --hidden 24 --heads 12 --vocab 16 --se
         most = max(sum(x.held.values()) for x in ranks), max(x.sent for x in ranks)
         assert (row["bytes"]["sum"], row["bytes"]["sent_per_step"]) == most, "not the fullest stage"
         assert row["ms"]["sum"] == max(sum(x.ms.values()) for x in ranks), "not the slowest stage"
-
-
-def test_rows_are_of_the_legal_meshes_and_their_fullest_stages():
-    shape = "--layers 37 --heads 6 --hidden 30 --vocab 9999 --seq 64 --micro-batch 3 --accum 2"
-    ways = "--recompute full", "--sequence-parallel --recompute selective --precision fp32 --attention math"
-    for gpus, way in itertools.product((1, 7, 36, 64), ways):
-        check_stages("plan", f"{shape} --gpus {gpus} {way}")
 
 
 def check_advice(name):
@@ -307,6 +299,10 @@ def test_the_readme_shows_what_plan_prints():
 
 CHECKS = [check_published, check_counts, check_layer, check_wire, check_advice, check_idle_and_exposed]
 CHECKS += [check_compute_bound, check_lessons, check_other_lessons]
+WAYS = "--recompute full", "--sequence-parallel --recompute selective --precision fp32 --attention math"
+JOB = "--layers 37 --heads 6 --hidden 30 --vocab 9999 --seq 64 --micro-batch 3 --accum 2"
+JOBS = [f"{JOB} --gpus {gpus} {way}" for gpus, way in itertools.product((1, 7, 36, 64), WAYS)]
+CHECKS += [partial(check_stages, flags=flags) for flags in JOBS]
 test_each_promise_is_kept = holds("plan", *CHECKS)
 FORMULAS = [
     ("4 * (matrices //", "2 * (matrices //", check_other_lessons, "holds another number"),

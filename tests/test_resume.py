@@ -1,10 +1,8 @@
 """What is special to resume.py."""
 
-import contextlib
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,11 +10,10 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from test_all import refused
-from tests.harness import ROOT, TINY, apart, holds, load, mutants, train, world
+from tests.harness import ROOT, TINY, apart, holds, load, mutants, said, train, world
 
 FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
 SIZES = (1, 2, 3, 4, 8)
@@ -144,8 +141,7 @@ def tweaked(tweak, name, flags):
     """On a rank: train with a lesson of which tweak() has replaced parts. Returns its notes."""
     lesson, notes = load(name), []
     tweak(lesson, notes.append)
-    with contextlib.suppress(SystemExit):
-        lesson.train(lesson.parse(f"{FLAGS} {flags}".split()))
+    said(lambda: lesson.train(lesson.parse(f"{FLAGS} {flags}".split())))
     return notes
 
 
@@ -157,7 +153,7 @@ def count_reads(lesson, note):
 def check_bytes(name):
     """12 a parameter, and of padding; each but of padding is read once, by a rank that needs it."""
     with TemporaryDirectory() as folder:
-        numel = sum(map(torch.numel, save(folder, 3, name, "--dtype bf16").values()))
+        numel = sum(tensor.numel() for tensor in save(folder, 3, name, "--dtype bf16").values())
         padded = [-(-numel // size) * size for size in (3, 4)]
         on_disk = sum(path.stat().st_size for path in Path(folder).glob("step-00000003/*.bin"))
         assert on_disk == 12 * padded[0], f"{on_disk} bytes on disk"
@@ -169,7 +165,7 @@ def check_bytes(name):
 def when_waited_for(lesson, call):
     """Call when the lesson waits for a save."""
 
-    class Pool(ThreadPoolExecutor):
+    class Pool(lesson.ThreadPoolExecutor):
         def submit(self, function, *args):
             future = super().submit(function, *args)
             if function is lesson.save:
@@ -210,12 +206,12 @@ def check_disk(name):
     """One that fails, and one that is slow."""
     failing = False, "saving step 4: [Errno 2] No such file or directory: '/no'", 3
     slow = True, "step 5 waits for the save before it; raise", 4
-    for is_slow, said, oldest in failing, slow:
+    for is_slow, reason, oldest in failing, slow:
         with TemporaryDirectory() as folder:
             save(folder, 2, name)
             flags = f"--every 1 --keep 3 --steps 6 --checkpoint {folder}"
             one, other = world(2).run(tweaked, partial(bad_disk, folder, is_slow), name, flags)
-            texts = [text for text in one if f"resume.py: --checkpoint: {said}" in text]
+            texts = [text for text in one if f"resume.py: --checkpoint: {reason}" in text]
             assert len(texts) == 1 and not other, f"{one}, {other}"
             check_kept(folder, oldest, 5, 6)
             numbers = {path.read_bytes() for path in Path(folder).glob("*/rank-0.bin")}
@@ -248,22 +244,21 @@ def check_refused(name):
     with TemporaryDirectory() as folder:
         save(folder, 2, name)
         Path(folder, "draft-1").touch()  # a stray file is none of ours
-        for file, change, flags, said in REFUSED:
+        for file, change, flags, reason in REFUSED:
             path = Path(folder) / "step-00000003" / file
             data = path.read_bytes()
             path.write_bytes(change(data)) if change else path.unlink()
             answers = world(2).run(refused, name, f"{FLAGS} --checkpoint {folder} {flags}")
             path.write_bytes(data)
             (code, lines), other = answers
-            assert (code, len(lines), other) == (2, 1, (2, [])), f"not refused: {said}: {answers}"
-            assert lines[0].startswith("resume.py: --checkpoint") and said in lines[0], lines[0]
+            assert (code, len(lines), other) == (2, 1, (2, [])), f"not refused: {reason}: {answers}"
+            assert lines[0].startswith("resume.py: --checkpoint") and reason in lines[0], lines[0]
         Path(folder, "draft-00000004").touch()  # there can be no such folder
         (code, lines), _ = world(2).run(refused, name, f"{FLAGS} --steps 4 --every 1 --checkpoint {folder}")
         assert code == 2 and "last save failed" in lines[-1], f"not refused: the last save failed: {lines}"
 
 
 CHECKS = [partial(check_resume, saved_on=size, sizes=SIZES) for size in SIZES]
-FROM_3 = partial(check_resume, sizes=(1,))
 CHECKS += [check_bits, check_kills, check_bytes, check_overlap, check_disk, check_refused]
 test_each_promise_is_kept = holds("resume", *CHECKS)
 MUTANTS = [
@@ -283,7 +278,7 @@ MUTANTS = [
     ("min(start + n_columns, own", "min(start + n_columns - 1, own", check_bytes, "of"),
     ("max(start, own_start)", "max(start + 1, own_start)", check_bytes, "of"),
     ("default_rng((config.seed, step))", "default_rng((config.seed, replicas))", check_resume, "losses"),
-    ('folder.glob("draft-*")', "()", FROM_3, "kept"),
+    ('folder.glob("draft-*")', "()", partial(check_resume, sizes=(1,)), "kept"),
     ('"step": self.steps,', '"step": self.steps.clone(),', check_resume, "losses differ"),
     ("snapshot.copy_(sharded.state)", "sharded.state", check_overlap, "losses differ"),
     ("            saving.result()\n            saving", "            saving", check_disk, "another step's"),

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from html import unescape
 
+import html5lib
 import pytest
 
 from tests.harness import ROOT, load
 from tests.test_pipeline import in_flight
 
+ACCESSIBLE = (ROOT / "tests/accessible.js").read_text().partition("\n")[2]
 SAID = ["1f1b: 27.3 % idle; in flight on ranks 0 to 3: 4, 3, 2, 1"]  # 3 of 8 + 3
 SAID += [
     "A rank holds 15 + 0.234 + 1.41 GB of parameters, gradients and optimizer, and sends 29.5 GB in a step."
@@ -85,9 +87,15 @@ def test_a_difference_is_that_of_the_two_files(site):
         assert equal[0] == equal[1] > 130, f"{old}-{new}.html counts other lines"
 
 
-def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
+def test_pages_are_valid_and_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     pages = {path.name: path.read_text() for path in site.glob("*.html")}
+    index = json.loads((site / "search-index.js").read_text().removeprefix("window.INDEX = ").rstrip(";\n"))
+    pages["search-index.js"] = " ".join(f'href="{address}"' for address, *_ in index)
     for name, page in pages.items():
+        if name.endswith("html"):
+            html5lib.HTMLParser(strict=True).parse(page)
+        ids = re.findall(r'\bid="([^"]*)"', page)
+        assert len(ids) == len(set(ids)), f"{name} has an id twice"
         for kind, link in re.findall(r'(href|src)="([^"]*)"', page):
             file, _, place = link.partition("#")
             if kind == "src" or not re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}|data:,", link):
@@ -134,30 +142,83 @@ def test_who_holds_what_is_what_was_measured():
             assert least <= held <= most, f"{name}: {held:.2f} of single.py's, drawn as {letter}"
 
 
+def check_film(page, site):
+    """Steps, keys, play and a click on a line lead to the moments that the film has, and mark its lines."""
+    page.goto(f"{site.as_uri()}/zero3.html")
+    film = json.loads((site / "film-zero3.js").read_text().partition(" = ")[2].rstrip(";\n"))
+    events = set()  # of rank 0
+    for what in ("spans", "messages", "waits"):
+        events |= {(row[0], film["lines"][row[2]][0]) for row in film["lanes"]["rank 0"][what]}
+    events = sorted(events)
+
+    def moment():
+        return page.inner_text(".film output")
+
+    def said(time):
+        return f"{time / 100:.1f} of {film['length'] / 100:.0f} ms"
+
+    page.click(".film .forth")
+    for key, (time, line) in (("ArrowRight", events[1]), ("ArrowRight", events[2]), ("ArrowLeft", events[1])):
+        page.keyboard.press(key)
+        assert moment() == said(time), f"{key} leads to {moment()}"
+        assert "0" in page.get_attribute(f"#L{line}", "data-at").split(), f"line {line} is not marked"
+    page.keyboard.press("Home")
+    page.click(".film .play")
+    page.wait_for_timeout(1000)
+    page.click(".film .play")
+    assert moment() != said(0), "it does not play"
+    time, line = events[-1]
+    time = min(first for first, where in events if where == line)
+    page.click(f"#L{line} + span")
+    assert moment() == said(time), "a click on a line leads elsewhere"
+    picture = page.inner_html(".film .lanes")
+    page.check(".film [type=checkbox]")
+    assert page.inner_html(".film .lanes") != picture and moment() == said(time), "evenly spaced is the same"
+
+
+def check_search_and_questions(page, site):
+    page.fill("[type=search]", "watchdog timeout")
+    page.click("#found a")
+    assert "trouble.html#" in page.url, page.url
+    page.goto(f"{site.as_uri()}/ten.html")
+    for name, answers in {"ddp": "13 19.6", "zero1": "2 6.5", "zero3": "5 29"}.items():
+        said = []
+        for answer in answers.split():
+            page.fill(f"#answer-{name}", answer)
+            page.press(f"#answer-{name}", "Enter")
+            said.append(page.inner_text(f"[for=answer-{name}] >> nth=1"))
+        assert said[0] == "Too little." and said[1].startswith("Right: "), f"{name}: {said}"
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
 def test_in_a_browser_every_page_opens_and_every_control_changes_its_picture(site):
     with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         errors, grounds = [], set()
-        for width, scheme in ((1400, "light"), (390, "dark")):
+        for width, scheme in ((1400, "light"), (320, "dark")):
             page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
             page.on("console", lambda message: errors.append(message.text))
             page.on("pageerror", lambda error: errors.append(str(error)))
             for path in site.glob("*.html"):
                 page.goto(path.as_uri())
                 assert page.evaluate("document.documentElement.scrollWidth") == width, f"{path} is wider"
+                assert not page.evaluate(ACCESSIBLE), path
                 assert not errors, f"{path}: {errors}"
             grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
             page.goto(f"{site.as_uri()}/explore.html")
             assert page.locator(".says").all_inner_texts() == SAID
             drawn = [page.locator(f"#schedules .drawing .{what}").count() for what in "FBW"]
             assert drawn == [32, 32, 0], "another picture"
-            for control in page.locator("select, input").all():  # the keys of selects are up and down
+            for control in page.locator(
+                "main select, main input"
+            ).all():  # the keys of selects are up and down
                 drawing = control.locator("xpath=ancestor::section").locator(".drawing")
                 before = drawing.inner_html()
                 control.press("ArrowRight" if control.get_attribute("type") else "ArrowDown")
                 assert drawing.inner_html() != before, f"{control} changes nothing"
                 assert not errors, f"{control}: {errors}"
+            check_film(page, site)
+            check_search_and_questions(page, site)
         assert len(grounds) == 2, "dark is as light"
         page = browser.new_page(java_script_enabled=False)
         page.goto(f"{site.as_uri()}/zero2.html")

@@ -1,7 +1,6 @@
 """What is special to tensor_parallel.py and sequence_parallel.py."""
 
 import copy
-import types
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -105,16 +104,15 @@ def check_net(name):
     for param in model.parameters():
         param.data += dist.get_rank()  # all ranks must start with rank 0's
     parallel = wrap(lesson, model, plan_of(lesson, ["up", "g*", "head"]))
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizer = torch.optim.AdamW([*plain.parameters(), *model.parameters()], lr=0.1)
     for batch in torch.randint(13, (3, 4, 13)):
         F.cross_entropy(plain(batch[:, :-1]).transpose(1, 2), batch[:, 1:]).backward()
         losses = lesson.parallel_cross_entropy(model(batch[:, :-1]), batch[:, 1:], 13)
         (losses.sum() / batch[:, 1:].numel()).backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         assert apart([parallel.clip_grad_norm_(0.3)], [norm]) < 1e-12, "norms differ"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     assert model.head.weight is model.tokens.weight, "untied"
     assert apart(parallel.full_state_dict(), plain.state_dict()) < 1e-12, "weights differ"
     weights = [None] * dist.get_world_size()
@@ -162,14 +160,13 @@ def check_order(name):
 
         return call
 
-    lesson.dist = types.SimpleNamespace(**vars(dist))
-    lesson.dist.all_reduce = recorded("sum", dist.all_reduce)
-    lesson.dist.all_to_all_single = recorded("scatter", dist.all_to_all_single)
+    reduces = {"all_reduce": recorded("sum", dist.all_reduce)}
+    reduces["all_to_all_single"] = recorded("scatter", dist.all_to_all_single)
     if hasattr(lesson, "all_gather"):
         lesson.all_gather = recorded("gather", lesson.all_gather)
     matmul = torch.Tensor.__matmul__
     noted = lambda *two: (log.append("matmul"), matmul(*two))[1]  # noqa: E731
-    with mock.patch.object(torch.Tensor, "__matmul__", noted):
+    with mock.patch.multiple(dist, **reduces), mock.patch.object(torch.Tensor, "__matmul__", noted):
         y.sum().backward()
     assert ", ".join(log) == ORDER[Path(name).stem], f"another order: {log}"
 

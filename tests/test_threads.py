@@ -1,6 +1,5 @@
 """What is special to dp_threads.py and dp_async.py, the lessons of one process."""
 
-import contextlib
 import io
 import threading
 import time
@@ -52,29 +51,22 @@ def check_odd(name, replicas=4, rows=5):
     assert module.calls == 3, "the module's buffer is not the first replica's"
 
 
-class Meeting(nn.Linear):
-    """Its forward and its backward end when those of all replicas, each in its thread, have begun."""
-
-    def meet(self):
-        self.threads.add(threading.current_thread())
-        self.barrier.wait()
-
-    def forward(self, x):
-        self.meet()
-        y = super().forward(x)
-        y.register_hook(lambda _: self.meet())
-        return y
+def meet(barrier, met, *_):
+    met.add(threading.current_thread())
+    barrier.wait()
 
 
 @on_ranks(1)
 def check_meeting(name, patience=60):
+    """A forward or backward begins when those of all replicas, each in its thread, are about to."""
     for threads, number, wrong in (True, 3, "not at work at once"), (False, 1, "at work at once"):
-        module = Meeting(3, 1)
-        module.threads = set()
-        module.barrier = threading.Barrier(number, timeout=patience)
+        module, met = nn.Linear(3, 1), set()
+        wait = partial(meet, threading.Barrier(number, timeout=patience), met)
+        module.register_forward_pre_hook(wait)
+        module.register_full_backward_pre_hook(wait)
         dp = load(name).DP(module, ["cpu"] * 3, threads)
         error = error_of(lambda dp=dp: dp(torch.ones(6, 3)).sum().backward())
-        assert (error, len(module.threads)) == ("nothing", number), f"replicas are {wrong}"
+        assert (error, len(met)) == ("nothing", number), f"replicas are {wrong}"
 
 
 class Failing(nn.Linear):
@@ -185,7 +177,7 @@ def lose(name, mode, doomed):
         push_one(server, worker, replica)
         done.append((step, share))
 
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with mock.patch("sys.stderr", io.StringIO()) as said:
         try:
             server = serve(load(name), 3, mode, task, 8)
         except ValueError as error:

@@ -136,7 +136,7 @@ class Film(Watch):
 
     def start(self):
         super().start()
-        dist.barrier()  # all begin together
+        wait_for_others()
         for name in CALLS:
             if hasattr(dist.ProcessGroup, name):  # torch 2.11 lacks some
                 call = self.noting(name, getattr(dist.ProcessGroup, name))
@@ -277,6 +277,14 @@ class Film(Watch):
                 r"ThreadPoolExecutor-\d+_", "worker ", name.removesuffix("_0") if "device" in name else name
             )
         return f"rank {rank}" + (f" {thread.removesuffix('_0')}" if thread else "")
+
+
+def wait_for_others():
+    """All ranks begin together. (Under a dispatch mode a barrier of gloo may wait for ever for a lock.)"""
+    store, ranks = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    number = store.add("film", 1)
+    while store.add("film", 0) < -(-number // ranks) * ranks:
+        time.sleep(1e-3)
 
 
 def thinned(changes):

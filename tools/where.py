@@ -40,22 +40,23 @@ def has_rank(pid):
 
 
 def stack_of(pid):
-    """The main thread's frames, the innermost first."""
+    """The main thread's frames, the innermost first; [] if it runs no Python yet."""
     dump = subprocess.run(["py-spy", "dump", "--json", "--pid", str(pid)], capture_output=True, text=True)
     if dump.returncode:
         sys.exit(f"where.py: py-spy says of process {pid}: {dump.stderr.strip().splitlines()[-1]}")
     threads = json.loads(dump.stdout)
-    return next(thread for thread in threads if thread["thread_name"] == "MainThread")["frames"]
+    return next((each["frames"] for each in threads if each["thread_name"] == "MainThread"), [])
 
 
 def stand(frames):
     """(file and line of the innermost frame that is no library's, what it waits in, the line's text)."""
+    if not frames:
+        return "", "starts", ""
     own = [frame for frame in frames if not re.search("/site-packages/|/lib/python|^<", frame["filename"])]
     own = own[0] if own else frames[-1]
     text = linecache.getline(own["filename"], own["line"]).strip()
     calls = [frame["name"] for frame in frames if "torch/distributed" in frame["filename"]]
-    if calls[:1] == ["wrapper"]:
-        calls.pop(0)
+    calls = [name for name in calls if name not in ("wrapper", "<module>")]
     if not calls and ".wait(" in text:  # of a Work, which is no Python
         calls = ["wait"]
     does = f"waits in {calls[0]}()" if calls else "computes"
