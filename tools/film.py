@@ -170,6 +170,8 @@ class Film(Watch):
             where = group.rank(), None
             if name in ("send", "receive"):
                 where = (group.rank(), args[1])[:: 1 if name == "send" else -1]
+                peer = dist.get_global_rank(group, args[1])
+                message["name"] += f" {'to' if name == 'send' else 'from'} {peer}"
             self.counts[group.group_name, where] += 1
             message["key"] = group.group_name, where, self.counts[group.group_name, where]
             message["bytes"] = max((tensor.nbytes for tensor in tensors), default=0)
@@ -318,12 +320,12 @@ def write(path, film, lesson, flags):
 
     lanes = {}
     messages = [message for *_, own in everyone for lane in own.values() for message in lane["messages"]]
-    received = {message[5]: message[1] for message in messages if message[3] == "receive"}
+    received = {message[5]: message[1] for message in messages if message[3].startswith("receive")}
     for _, _, own in everyone:
         for name, lane in own.items():
             for message in lane["messages"]:
                 key = message.pop(5)
-                if message[3] == "send":  # whose end nobody sees but who receives it
+                if message[3].startswith("send"):  # whose end nobody sees but who receives it
                     message[1] = received.get(key, message[1])
             for what, rows in lane.items():
                 lane[what] = [encoded(row, 1 if what == "held" else 2) for row in rows]

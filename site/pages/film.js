@@ -18,7 +18,7 @@ const megabytes = (bytes) => (bytes < 1e4 ? `${bytes} B` : `${(bytes / 1e6).toPr
 const latest = (rows, time) => rows.findLast((row) => row[0] <= time);
 
 function wordsOf(what) {
-  if (what === "L") return "the lesson's own lines";
+  if (what === "L") return "own lines";
   const [block, microbatch] = what.slice(1).split(".");
   return DOES[what[0]] + (block ? ` of block ${block}` : "") + (microbatch ? `, microbatch ${microbatch}` : "");
 }
@@ -240,7 +240,7 @@ class Player {
     });
     const followed = document.getElementById(`L${this.followed[0].lineAt(this.time)}`);
     if (this.wasTouched && followed && followed !== this.shown) {
-      followed.scrollIntoView({ block: "nearest", behavior: calm.matches ? "auto" : "smooth" });
+      followed.scrollIntoView({ block: "nearest" });
       this.shown = followed;
     }
   }
