@@ -105,9 +105,6 @@ def cells(*rows):
     return pytest.mark.parametrize("name, size, flags", every)
 
 
-# ---- the same numbers everywhere ----
-
-
 def oracle(name, flags):
     """single.py's run with these flags; of a lesson with another model or optimizer its own, on one rank."""
     return train(Path(name).stem if Path(name).stem in OWN_RUN else "single", 1, flags)
@@ -196,9 +193,6 @@ def check_peers(run):
 test_training_ends_in_the_weights_of_its_peers = holds(RACES, check_peers)
 
 
-# ---- the ledger ----
-
-
 def slack(name, weights, size, flags):
     """{what is held: (elements that may be missing, elements that may be too many)}. Padding; optimizers
     count steps; a parameter's gradient is on its way from autograd; those of three units in flight have not
@@ -251,9 +245,6 @@ VARIANTS = [(lesson.name, lesson.worlds[-1], flags) for lesson in LESSONS for fl
 def test_numbers_are_the_same_and_bytes_the_formulas_with_flags_of_its_own(name, size, flags):
     check_parity(name, min(3, size), "--accum 3", flags)
     check_ledger(name, size, f"--accum 3 {flags}")
-
-
-# ---- what goes wrong ----
 
 
 def end_of(name, flags):
@@ -343,8 +334,6 @@ def test_a_lesson_of_one_process_refuses_a_world_of_several(name):
     ((code, lines), _) = world(2).run(refused, name, TINY)
     assert code == 2 and "without torchrun" in lines[0]
 
-
-# ---- the house ----
 
 PEERS = r"DistributedDataParallel|DataParallel|fully_shard|FullyShardedDataParallel|ZeroRedundancyOptimizer"
 PEERS += r"|distributed\.(fsdp|pipelining|tensor|optim|checkpoint)|utils\.checkpoint|nn\.parallel"

@@ -104,14 +104,12 @@ class Streams(Gpu):
 
     def check(self, who, line, others, verb):
         for other, (number, before) in others.items():
-            if self.clocks[who][other] >= number:
-                continue
             rule = "uses what another stream has not finished"
             if isinstance(other, tuple):
                 rule = f"uses what a collective still {verb}"
             elif isinstance(who, tuple):
                 rule = "launches a collective on what another stream has not finished"
-            self.hold(False, f"{rule}: {line} after {before}")
+            self.hold(self.clocks[who][other] >= number, f"{rule}: {line} after {before}")
 
     def uses_of(self, storage, device="pretend:0"):
         """If it is new, its memory may be what a tensor of the same stream has left."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from test_all import check_ledger, check_parity
 from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, train, world
+from tools.watch import noted
 
 # ranks, tp, pp, zero; test_all.py has smaller worlds
 MESHES = ["4 1 4 0", "4 4 1 0", "4 1 1 0", "8 2 2 0", "8 4 2 0", "8 2 4 0", "4 2 2 1", "4 1 1 1", "8 2 2 1"]
@@ -31,14 +32,13 @@ def test_every_mesh_trains_as_single_py_and_its_bytes_are_the_formulas(mesh):
 def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
     plan, flags = load("plan"), f"--layers 4 --heads 8 --width 48 --batch 16 --accum 2 --tp {tp} --pp {pp}"
     result, weights = train("parallel_3d", 8, f"{TINY} {flags} --vocab 257", watched=True)
-    shape, dp = plan.Shape(4, 8, 48, 16, 257), 8 // tp // pp
+    dp, stage = 8 // tp // pp, plan.Shape((3 + pp) // pp, 8, 48, 16, 257)  # the largest
     params = [plan.parameters((4 + i) // pp, 48, 257, 16, tp, i == 0, i == pp - 1) for i in range(pp)]
     held = plan.states(0, max(params), 1, "fp32")
     sent = {key: row["wire"] for key, row in result["sent"].items()}
     for key in ("parameters", "optimizer"):
         assert result["held"][key]["measured"] == pytest.approx(held[key], abs=200), f"other {key}"
     batch = 16 // dp // 2
-    stage = shape._replace(layers=(4 + pp - 1) // pp)
     of_head = 2 * 2 * batch * 16 * (4 * 48 + 4 + 8) * (tp - 1) / tp  # and its loss, which plan.py leaves out
     assert sent.get("tensor", 0) == plan.tensor_wire(stage, batch, "none", tp, False, 4, 2) + of_head
     assert sent["tie"] == 4 * 48 * -(-257 // tp)
@@ -68,13 +68,11 @@ def check_rare(name):
 def check_overlap(name):
     """The first backward launches nothing; in the last one each layer's gradients leave before the next."""
     lesson, log = load(name), []
-    config = lesson.parse(f"{TINY} {SHAPE} --tp 1 --pp 1 --steps 1 --accum 2".split())
-    launch, finish = lesson.Bucket.launch, lesson.Bucket.finish
-    lesson.Bucket.launch = lambda bucket: (log.append("launch"), launch(bucket))
-    lesson.Bucket.finish = lambda bucket: (log.append("finish"), finish(bucket))
+    lesson.Bucket.launch = noted(lesson.Bucket.launch, lambda _: log.append("launch"))
+    lesson.Bucket.finish = noted(lesson.Bucket.finish, lambda _: log.append("finish"))
     note = lambda layer, _: log.extend(["backward"] * isinstance(layer, lesson.Block))  # noqa: E731
     hook = torch.nn.modules.module.register_module_full_backward_pre_hook(note)
-    lesson.train(config)
+    lesson.train(lesson.parse(f"{TINY} {SHAPE} --tp 1 --pp 1 --steps 1 --accum 2".split()))
     hook.remove()
     first, last = log[:9], log[9:]
     assert first == ["backward"] * 9, "gradients leave before they are whole"
@@ -86,19 +84,14 @@ def check_overlap(name):
 @on_ranks(4)
 def check_schedule(name):
     """Of four stages: forwards and backwards of six microbatches, in order; what was sent is freed."""
-    lesson, log, sends = load(name), [], []
-    for method, word in (("_forward", "F"), ("_backward", "B")):
-        run = getattr(lesson.Parallel3D, method)
-
-        def note(parallel, *args, word=word, run=run):
-            log.append(word)
-            sends.append(len(parallel.sends))
-            return run(parallel, *args)
-
-        setattr(lesson.Parallel3D, method, note)
+    lesson, log = load(name), []
+    for word, method in ("F", "_forward"), ("B", "_backward"):
+        note = lambda parallel, *_, word=word: log.append((word, len(parallel.sends)))  # noqa: E731
+        setattr(lesson.Parallel3D, method, noted(getattr(lesson.Parallel3D, method), note))
     lesson.train(lesson.parse(f"{TINY} --layers 4 --steps 1 --tp 1 --pp 4 --accum 6".split()))
     warmup = 3 - dist.get_rank()
-    assert "".join(log) == "F" * warmup + "FB" * (6 - warmup) + "B" * warmup, f"not 1F1B: {log}"
+    words, sends = zip(*log)
+    assert "".join(words) == "F" * warmup + "FB" * (6 - warmup) + "B" * warmup, f"not 1F1B: {words}"
     assert max(sends) <= 5, f"{max(sends)} messages are kept"
 
 
@@ -115,9 +108,8 @@ def test_tensor_ranks_are_neighbours_and_stages_farthest_apart():
     assert ties == [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]]
 
 
-fewer_microbatches_than_stages = partial(check_mesh, size=4, tp=1, pp=4, flags="--accum 1")
-CHECKS = check_overlap, check_rare, check_schedule, fewer_microbatches_than_stages
-test_each_promise_is_kept = holds("parallel_3d", *CHECKS)
+few_microbatches = partial(check_mesh, size=4, tp=1, pp=4, flags="--accum 1")  # fewer than stages
+test_each_promise_is_kept = holds("parallel_3d", check_overlap, check_rare, check_schedule, few_microbatches)
 norm = partial(check_mesh, flags="--accum 2 --steps 1")
 MUTANTS = [
     ("dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)", "pass", norm, "norms differ"),

@@ -64,10 +64,9 @@ def check_bytes(name, numel=1200):
     """What all ranks send in each algorithm, as tools/watch.py counts it: the formula's bytes."""
     lesson, size = load(name), dist.get_world_size()
     power = 2 ** (size.bit_length() - 1)
-    doubled = power * (power.bit_length() - 1) + 2 * (size - power)
     others = ("tree_broadcast", "ring_reduce_scatter", "ring_all_gather", "pairwise_all_to_all")
     shares = dict.fromkeys(others, size - 1) | dict.fromkeys(ALL_REDUCES, 2 * (size - 1))
-    shares["recursive_doubling_all_reduce"] = doubled
+    shares["recursive_doubling_all_reduce"] = power * (power.bit_length() - 1) + 2 * (size - power)
     for each, share in shares.items():
         with load("tools/watch").Watch() as watch:
             getattr(lesson, each)(torch.zeros(numel // size if each == "ring_all_gather" else numel))

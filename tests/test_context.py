@@ -1,8 +1,8 @@
 """What is special to context_parallel.py: attention over all ranks' tokens, who computes what, and when."""
 
-import itertools
 from collections import Counter
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from test_all import check_ledger, check_parity
-from tests.harness import ROOT, TINY, apart, holds, load, mutants, on_ranks
+from tests.harness import ROOT, TINY, apart, holds, load, mutants, on_ranks, said
 from tests.streams import Streams
 
 LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
@@ -74,7 +74,7 @@ def work_of(name, size, order):
     """Products of queries and keys, of a chunk with a chunk 1: [each rank's] for each step of a ring."""
     lesson, x = load(name), torch.zeros(2)
     steps = [[0] * size for _ in range(size)]
-    for i, rank in itertools.product(range(size), repeat=2):
+    for i, rank in product(range(size), repeat=2):
         with mock.patch.object(dist, "get_rank", lambda *_, rank=rank: rank):
             if seen := lesson.visible(i, 2, None, order, True):
                 steps[i][rank] = len(x[seen[0]]) * len(x[seen[1]]) / (2 if i == 0 else 1)
@@ -134,11 +134,10 @@ class Kernels(Streams):
         return super().on_gpu(function, args, kwargs)
 
 
-def check_gpus(name):
+def check_gpu(name):
     """Blocks go through CUDA's kernels for each dtype; no message is read, or overwritten, too early."""
     kernels = {"fp32": "efficient_attention", "bf16": "flash_attention"}
-    worlds = (0, 1), (1, 2), (1, 4)
-    for dtype, order, (rank, size) in itertools.product(kernels, ("zigzag", "contiguous"), worlds):
+    for dtype, order, (rank, size) in product(kernels, ("zigzag", "contiguous"), ((0, 1), (1, 2), (1, 4))):
         gpu = Kernels(ROOT / f"{name.removesuffix('.py')}.py", rank, size)
         gpu.calls = Counter()
         gpu.run(f"{TINY} --steps 1 --layers 1 --width 96 --dtype {dtype} --order {order}")
@@ -150,20 +149,17 @@ def check_gpus(name):
 
 
 @pytest.mark.parametrize("flags", ["--kind ring", "--dtype fp64", "--width 36"])
-def test_a_ring_that_gpus_cannot_run_is_refused(flags, capsys):
+def test_a_ring_that_gpus_cannot_run_is_refused(flags):
     gpu = Streams(ROOT / "context_parallel.py", 0, 2)
     gpu.backend = lambda group=None: "gloo" if flags == "--kind ring" else "nccl"
-    with pytest.raises(SystemExit, match="2"):
-        gpu.run(f"{TINY} --width 96 {flags}")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"context_parallel.py: {flags}: ")
+    _, (line,), code = said(lambda: gpu.run(f"{TINY} --width 96 {flags}"))
+    assert code == 2 and line.startswith(f"context_parallel.py: {flags}: ")
 
 
 check_ulysses = partial(check_attention, size=2, kind="ulysses", order="contiguous", heads=(8, 4, 4))
 check_open = partial(check_attention, is_causal=False)
 check_mesh = partial(check_parity, size=4, flags=f"--accum 3 {LONG}", own_flags="--cp 2")
-CHECKS = check_rounding, check_balance, check_overlap, check_gpus
-test_each_promise_is_kept = holds("context_parallel", *CHECKS)
+test_each_promise_is_kept = holds("context_parallel", check_rounding, check_balance, check_overlap, check_gpu)
 MUTANTS = [
     ("out.lerp_(block.to(out.dtype), block_share)", "out.add_(block)", check_attention, "output differs"),
     ("torch.sigmoid(block_lse - lse)", "1 / (1 + lse.exp() / block_lse.exp())", check_rounding, "differs"),
@@ -177,11 +173,11 @@ MUTANTS = [
     ("flat_grad /= dist.get_world_size()", "flat_grad /= 2", check_mesh, "differ"),
     ("== 0 or not is_causal:", "== 0:", check_open, "output differs"),
     ("is_causal = ctx.layout", "_ = ctx.layout\n        is_causal = True", check_open, "dQ differs"),
-    ("if not q.is_cuda:\n        out", "if True:\n        out", check_gpus, "other kernels"),
-    ("q, k, v, None, True, 0.0, is_causal", "q, k, v, None, True, 0.0", check_gpus, "other kernels"),
-    ("(0, -q.shape[2] % 32)", "(0, 0)", check_gpus, "rows, not 32"),
-    ("lse.squeeze(-1).contiguous()", "lse.squeeze(-1)", check_gpus, "of another form"),
-    ("work.wait()\n        kv =", "work\n        kv =", check_gpus, "what a collective still writes"),
+    ("if not q.is_cuda:\n        out", "if True:\n        out", check_gpu, "other kernels"),
+    ("q, k, v, None, True, 0.0, is_causal", "q, k, v, None, True, 0.0", check_gpu, "other kernels"),
+    ("(0, -q.shape[2] % 32)", "(0, 0)", check_gpu, "rows, not 32"),
+    ("lse.squeeze(-1).contiguous()", "lse.squeeze(-1)", check_gpu, "of another form"),
+    ("work.wait()\n        kv =", "work\n        kv =", check_gpu, "what a collective still writes"),
     ("dist.get_rank() // config.cp", "dist.get_rank() % config.cp", check_mesh, "losses differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "context_parallel")

@@ -55,14 +55,11 @@ def pool():
     return ProcessPoolExecutor(2, FORK, initializer=gc.freeze)
 
 
-def together(function, name, rows):
-    """function(path of a lesson, *row) for all rows, two at a time."""
-    for future in [pool().submit(function, str(ROOT / f"{name}.py"), *row) for row in rows]:
+def together(function, name, rows=((),)):
+    """function(path of a lesson or mutant, *row) for all rows, two at a time."""
+    path = str((ROOT / name).with_suffix(".py"))
+    for future in [pool().submit(function, path, *row) for row in rows]:
         future.result()
-
-
-def in_process(function, path, **row):
-    pool().submit(function, path, **row).result()
 
 
 def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
@@ -147,9 +144,9 @@ def test_ranks_meet_in_the_order_that_nccl_needs(name):
     together(in_order, name, orders(name))
 
 
-check_order = partial(in_process, in_order)
-check_gpu = partial(in_process, on_gpu)
-check_dropped = partial(check_gpu, main=no_grad)
+check_order = partial(together, in_order)
+check_gpu = partial(together, on_gpu)
+check_dropped = partial(together, on_gpu, rows=[(2, 1, 3, "--dtype bf16", no_grad)])
 SET_DEVICE = "    torch.cuda.set_device(device if gpus else -1)  # -1: none\n"
 HOST, WAITS_IN, NO_DEVICE = "of the host", "the host waits", "over NCCL before torch.cuda.set_device"
 USES, FREES = "uses what a collective still", "empties what a collective still uses"
@@ -210,6 +207,6 @@ ORDER = [
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
 ]
-test_memory_of_a_dropped_checkpoint_is_free_after_its_copy = holds(str(ROOT / "zero_r.py"), check_dropped)
+test_memory_of_a_dropped_checkpoint_is_free_after_its_copy = holds("zero_r", check_dropped)
 test_a_mutant_is_rejected_on_gpus = mutants([(*row[:3], check_gpu, row[3]) for row in ON_GPU] + [EARLY])
 test_a_mutant_is_rejected_by_nccls_rules = mutants([(*row[:3], check_order, row[3]) for row in ORDER])

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import schedules
 from test_all import check_ledger, check_parity
 from tests.harness import holds, load, mutants, on_ranks
 from tests.test_pipeline import check_held, check_layers, in_flight, play
+from tools.watch import noted
 
 TORCHS = {"zb-v": schedules.ScheduleZBVZeroBubble, "dualpipe-v": schedules.ScheduleDualPipeV}
 OPS = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "BW"}
@@ -100,14 +101,12 @@ def check_bubbles(name):
 def check_messages(name):
     """A microbatch turns without a message, and the tie needs none."""
     lesson, sent = load(name), Counter()
-    lesson.dist = types.SimpleNamespace(**vars(dist))
 
-    def isend(tensor, peer, group):
+    def note(tensor, peer, group):
         assert peer != dist.get_rank(), "a rank sends to itself"
         sent[peer] += 1
-        return dist.isend(tensor, peer, group)
 
-    lesson.dist.isend = isend
+    lesson.dist = types.SimpleNamespace(**vars(dist) | {"isend": noted(dist.isend, note)})
     for times, schedule_name in enumerate(TORCHS, 1):
         layers, schedule = [nn.Linear(4, 4) for _ in range(7)], lesson.build_schedule(schedule_name, 4, 5)
         pipe = lesson.Pipeline([*layers, layers[0]], [*range(1, 9)], F.mse_loss, schedule)

@@ -1,6 +1,7 @@
 """What is special to resume.py."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -10,6 +11,7 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 from test_all import refused
@@ -17,6 +19,9 @@ from tests.harness import ROOT, TINY, apart, holds, load, mutants, said, train, 
 
 FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
 SIZES = (1, 2, 3, 4, 8)
+PIPES = {"capture_output": True, "text": True, "timeout": 200}
+QUIET = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+NO_NAMESPACES = subprocess.call("unshare --net ip link && tc -V", shell=True, **QUIET)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
 
 
@@ -128,13 +133,23 @@ def test_a_killed_rank_ends_the_job_is_named_and_costs_the_steps_since_the_newes
     flags = f"{FLAGS} --steps 9 --every 3 --checkpoint {tmp_path}/c"
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *TORCHRUN, str(tmp_path / "killed.py"), *flags.split()]
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    job = subprocess.run(command, env=environment, **PIPES)
     assert job.returncode != 0 and "Signal 9 (SIGKILL)" in job.stderr
     assert job.stdout.count("step  1/9") == 1 and not (tmp_path / "c/draft-7").exists(), "did not go on"
     assert (tmp_path / "c/draft-8").exists(), "was not killed again"
     _, own = train("resume", 2, flags)
     check_kept(tmp_path / "c", 6, 9)
     assert apart(own, train("single", 1, f"{FLAGS} --steps 9")[1]) < 1e-9
+
+
+@pytest.mark.skipif(NO_NAMESPACES, reason="needs Linux, root, ip and tc")
+def test_two_hosts_print_single_pys_losses():
+    """As docs/cluster.md starts them by hand, in network namespaces."""
+    command, flags = ["bench/hosts.sh", "2", "1gbit", "--", "zero3.py"], f"{FLAGS} --steps 3".split()
+    job = subprocess.run([*command, *flags], cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, **PIPES)
+    losses = [float(loss) for loss in re.findall(r"^step .*? loss ([\d.]+)", job.stdout, re.M)]
+    alone, _ = train("single", 1, " ".join(flags))
+    assert losses == [round(loss, 4) for loss in alone["losses"]], job.stdout + job.stderr
 
 
 def tweaked(tweak, name, flags):

@@ -209,9 +209,7 @@ def test_in_a_browser_every_page_opens_and_every_control_changes_its_picture(sit
             assert page.locator(".says").all_inner_texts() == SAID
             drawn = [page.locator(f"#schedules .drawing .{what}").count() for what in "FBW"]
             assert drawn == [32, 32, 0], "another picture"
-            for control in page.locator(
-                "main select, main input"
-            ).all():  # the keys of selects are up and down
+            for control in page.locator("main select, main input").all():  # a select's keys are up and down
                 drawing = control.locator("xpath=ancestor::section").locator(".drawing")
                 before = drawing.inner_html()
                 control.press("ArrowRight" if control.get_attribute("type") else "ArrowDown")

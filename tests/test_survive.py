@@ -82,9 +82,8 @@ def test_a_hundred_random_deaths_leave_single_pys_weights():
         flags, signals = ["--join", *joins, "--kill"], []
         for worker in victims:
             if draw.random() < 0.5:
-                flags.append(
-                    f"{worker}@{draw.randint(1, 20)}{draw.choice(('', ':forward', ':vote', ':reform'))}"
-                )
+                step, where = draw.randint(1, 20), draw.choice(("", ":forward", ":vote", ":reform"))
+                flags.append(f"{worker}@{step}{where}")
             else:
                 signals.append((draw.choice(kinds), worker, draw.uniform(0.02, 0.4)))
         launched("survive", f"--workers {workers} --timeout 1 {' '.join(flags)}", signals)
@@ -125,9 +124,8 @@ def test_workers_end_with_their_launcher():
     assert "the launcher is gone" in told
 
 
-test_each_promise_is_kept = holds(
-    "survive", check_orders, partial(check_orders, deaths=2), check_name, check_runs
-)
+of_two_deaths = partial(check_orders, deaths=2)
+test_each_promise_is_kept = holds("survive", check_orders, of_two_deaths, check_name, check_runs)
 ABORT = '            self.store.compare_set(key, "", "aborted")\n'
 MUTANTS = [
     ("if answers | dead >= set(self.members)", "if answers", check_orders, "a living member is left"),

@@ -49,10 +49,11 @@ def stack_of(pid):
 
 
 def stand(frames):
-    """(file and line of the innermost frame that is no library's, what it waits in, the line's text)."""
+    """(the innermost line that is no library's, and its callers'; what it waits in; the line's text)."""
     if not frames:
         return "", "starts", ""
     own = [frame for frame in frames if not re.search("/site-packages/|/lib/python|^<", frame["filename"])]
+    callers = [f" from {frame['line']}" for frame in own[1:4] if frame["name"] != "<module>"]
     own = own[0] if own else frames[-1]
     text = linecache.getline(own["filename"], own["line"]).strip()
     calls = [frame["name"] for frame in frames if "torch/distributed" in frame["filename"]]
@@ -60,7 +61,7 @@ def stand(frames):
     if not calls and ".wait(" in text:  # of a Work, which is no Python
         calls = ["wait"]
     does = f"waits in {calls[0]}()" if calls else "computes"
-    return f"{Path(own['filename']).name}:{own['line']}", does, text
+    return f"{Path(own['filename']).name}:{own['line']}{''.join(callers)}", does, text
 
 
 def report(pids):
