@@ -75,9 +75,9 @@ def report(pids):
     missing = sorted(set(range(size)) - pids.keys())
     if missing:
         print(f"missing: rank {', '.join(map(str, missing))} of {size}: ended, or on another host")
-    if len(at) > 1:
-        (line, _), most = max(at.items(), key=lambda item: len(item[1]))
-        odd = sorted(rank for ranks in at.values() for rank in ranks if ranks is not most)
+    (line, _), most = max(at.items(), key=lambda item: len(item[1]))
+    if 1 < len(most) < len(pids):
+        odd = sorted(pids.keys() - set(most))
         print(f"most are at {line}; not there: rank {', '.join(map(str, odd))}")
 
 
