@@ -42,6 +42,7 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
     dp_async) ranks=1 threads="--workers 4" ;;
     parallel_3d) flags+=(--layers 2 --tp 2 --pp 2 --accum 2) ;;
     diloco) flags+=(--inner-steps 2 --steps 4) ;;
+    hsdp) flags+=(--shard 2) ;;
     sequence_parallel | context_parallel | expert_parallel | muon) flags+=(--layers 2) ;;
     esac
     local command=(tools/ledger.py --film "docs/films/$lesson.json" "$lesson.py" "${flags[@]}" $threads)

@@ -5,7 +5,7 @@
 
 Text, code and numbers are the repository's own: of the lessons, README and docs/results, and what
 build_schedule(), bubble_rate() and plan.py compute. Templates, style and the explorers' script are in
-site/pages. All but the explorers works without JavaScript.
+site/pages. Explorers, films, search and questions need JavaScript, text and code do not.
 """
 
 import ast
@@ -15,7 +15,8 @@ import json
 import re
 import shutil
 import sys
-from functools import partial
+from collections import defaultdict
+from functools import cache, partial
 from html import unescape
 from itertools import groupby, pairwise, product
 from pathlib import Path
@@ -56,6 +57,7 @@ PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_t
 PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", SPEED, re.M)
 SENT = r"\b(dist\.(all_|broadcast|i?send|i?recv)|all_gather\(|collective\()"
 SENDS = re.compile(f'(?!.*("sd"|getattr)).*{SENT}')  # in HTML; not in a docstring (sd)
+OF_FILMS = r'<section class="film".*?</section>', r'<p class="legend film-legend".*?</p>'
 CALLS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send", "broadcast", "reduce")
 
 
@@ -220,19 +222,29 @@ def explorer_data():
 # ---- films ----
 
 
+@cache
 def film_of(name):
-    """docs/films/NAME.json with the numbers that its lines have today; None if there is none."""
+    """docs/films/NAME.json with the numbers that its lines have today."""
     path = FILMS / f"{name}.json"
     if not path.exists():
-        return None
+        sys.exit(f"{path} is not there: ./run.sh films {name}")
     film = json.loads(path.read_text())
-    lines = ["", *(line.strip() for line in (ROOT / f"{name}.py").read_text().split("\n"))]
-    for row in film["lines"]:
-        same = [number for number, text in enumerate(lines) if text == row[1] and number]
-        if row[0] and not same:
-            sys.exit(f"{path.name}: {name}.py has no line `{row[1]}` any more: ./run.sh films {name}")
-        row[0] = min(same, key=lambda number: abs(number - row[0])) if row[0] else 0
+    numbers = defaultdict(list)  # {line without its comment: where it stands}
+    for number, text in enumerate((ROOT / f"{name}.py").read_text().split("\n"), 1):
+        numbers[bare(text)].append(number)
+    numbers[""] = [0]
+    for _, text in film["lines"]:
+        if bare(text) not in numbers:
+            sys.exit(f"{path.name}: {name}.py has no line `{text}` any more: ./run.sh films {name}")
+    alone = [(old, *numbers[bare(text)]) for old, text in film["lines"] if len(numbers[bare(text)]) == 1]
+    for row in film["lines"]:  # of several equal ones that which has moved as its neighbour has
+        old, new = min(alone, key=lambda pair: abs(pair[0] - row[0]))
+        row[0] = min(numbers[bare(row[1])], key=lambda number: abs(number - new + old - row[0]))
     return film
+
+
+def bare(line):
+    return re.sub(r"  # [^\"']*$", "", line).strip()
 
 
 # ---- pages ----
@@ -314,13 +326,14 @@ def search_index(pages):
     for name, html in pages.items():
         title = unescape(re.search("<title>(.*?)(?: \\| rankzero)?</title>", html)[1])
         main = html[html.index("</nav>") :]
-        main = re.sub(r'(?s)<a class="headerlink".*?</a>|<(pre|svg|form).*?</\1>', "", main)
+        for ends in r'<a class="headerlink".*?</a>', r"<(pre|svg|form).*?</\1>", *OF_FILMS:
+            main = re.sub(f"(?s){ends}", "", main)
         _, *parts = re.split(r"(?s)<h[1-3](.*?)</h[1-3]>", main)
         for head, body in zip(parts[::2], parts[1::2]):
             place = re.match(r' id="([^"]*)"', head)
             words = unescape(re.sub(r"<[^>]*>", "", "<h" + head)).strip("# \n")
             text = " ".join(unescape(re.sub(r"<[^>]*>", " ", body)).split())
-            yield f"{name}.html" + (f"#{place[1]}" if place else ""), title, words or title, text[:900]
+            yield f"{name}.html" + (f"#{place[1]}" if place else ""), title, words or title, text
 
 
 def build(target):
@@ -352,22 +365,18 @@ def build(target):
         write(name, "text.html", titles[name], text=prose(texts[name]), **more)
     for name in LESSONS:
         own = [each for each, text in results.items() if re.search(rf"^(# .*\b|## ){name}\.py", text, re.M)]
-        write(name, "lesson.html", f"{name}.py", results=own, **lesson_page(name))
+        write(name, "lesson.html", f"{name}.py", results=own, titles=titles, **lesson_page(name))
     for old, (new, why) in CHANGES.items():
         content = changes_page(old, new)
         write(f"{old}-{new}", "changes.html", f"{old} to {new}", old=old, new=new, why=why, **content)
     (target / "explore-data.js").write_text(explorer_data())
     index = json.dumps(list(search_index(pages)), ensure_ascii=False, separators=(",", ":"))
     (target / "search-index.js").write_text(f"window.INDEX = {index};\n")
-    for name in filter(film_of, LESSONS):
+    for name in LESSONS:
         film = json.dumps(film_of(name), separators=(",", ":"))
         (target / f"film-{name}.js").write_text(f"(window.FILMS ??= {{}}).{name} = {film};\n")
-    for path in (
-        PAGES / "style.css",
-        *PAGES.glob("*.js"),
-        ROOT / "job.sbatch",
-        *(ROOT / "docs").glob("*.svg"),
-    ):
+    files = [PAGES / "style.css", ROOT / "job.sbatch", *PAGES.glob("*.js"), *(ROOT / "docs").glob("*.svg")]
+    for path in files:
         shutil.copy(path, target)
 
 

@@ -9,20 +9,25 @@ import torch.distributed as dist
 
 from tests.harness import ROOT, TEXT, load, world
 
+KINDS = "parameters", "optimizer"
 FILMS = sorted((ROOT / "docs/films").glob("*.json"))
 
 
 def film_here(name, flags):
-    """On a rank: {lane: {spans, messages, waits: [(text of the line, what)]}}."""
+    """On a rank: {lane: {spans, messages, waits: [(text of the line, what)], at its end: bytes}}."""
     lesson, ledger = load(name), load("tools/ledger")
     film = load("tools/film").Film(lesson)
     ledger.run(lesson, lesson.parse(flags.split()), None, film)
-    return {name: done(lane, film.text) for name, lane in film.lanes(dist.get_rank()).items()}
+    lanes, most = film.lanes(dist.get_rank()), film.held()
+    for kind in ("gradients", *KINDS):
+        shown = [row[3] for lane in lanes.values() for row in lane["held"] if row[2] == kind]
+        assert max(shown, default=0) >= 0.95 * most[kind], f"less {kind} than tools/ledger.py measures"
+    return {name: done(lane, film.text) for name, lane in lanes.items()}
 
 
 def done(lane, lines):
-    row_of = lambda span: (lines[span[2]].strip(), span[3])  # noqa: E731
-    return {what: [*map(row_of, lane[what])] for what in ("spans", "messages", "waits")}
+    rows = {key: [(lines[row[2]].strip(), row[3]) for row in lane[key]] for key in lane if key != "held"}
+    return rows | {"held": {kind: size for _, _, kind, size in lane["held"] if kind in KINDS}}  # at its end
 
 
 @pytest.mark.parametrize("path", FILMS, ids=lambda path: path.stem)
@@ -36,9 +41,10 @@ def test_a_step_does_what_its_film_shows(path):
         found |= lanes
     assert found.keys() == kept.keys()
     for name, lane in kept.items():
+        is_rank = re.fullmatch(r"rank \d", name)  # else a thread, which meets others as it likes
+        held, own = lane.pop("held"), found[name].pop("held")
+        assert not is_rank or held == pytest.approx(own, rel=0.05, abs=2e5), f"{name}: holds {own}"
         for what, rows in lane.items():
-            pairs = zip_longest(rows, found[name][what])
-            if not re.fullmatch(r"rank \d", name):  # a thread, which meets others as it likes
-                pairs = [(set(rows), set(found[name][what]))]
+            pairs = zip_longest(rows, found[name][what]) if is_rank else [(set(rows), set(found[name][what]))]
             for row, own in pairs:
                 assert row == own, f"{name}: other {what} than filmed: ./run.sh films {path.stem}"

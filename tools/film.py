@@ -47,6 +47,7 @@ class Film(Watch):
         self.text = ["", *text]
         first, last = (i for i, line in enumerate(text, 1) if line.startswith("# ===="))
         self.toy = range(first, last)
+        self.has_all_to_all = "\n    all-to-all " in lesson.__doc__  # else it is gloo's way to reduce-scatter
         self.layers = 0
         self.spans = defaultdict(list)  # {thread: [begin, end, line, what]}
         self.messages = []
@@ -97,8 +98,9 @@ class Film(Watch):
         """Of a node of autograd's graph, by the order in which forward made them; else of the one before."""
         graph = self.graph[self.thread]
         place = bisect.bisect(graph, (node._sequence_nr(), "~")) - 1 if node else -1
-        if 0 <= place < len(graph) - 1 or not getattr(self.here, "backward", "").startswith("B"):
-            self.here.backward = graph[place][1] if 0 <= place < len(graph) - 1 else "B"
+        is_known = 0 <= place < len(graph) - 1
+        if is_known or not getattr(self.here, "backward", "").startswith("B"):
+            self.here.backward = graph[place][1] if is_known else "B"
         return self.here.backward
 
     @property
@@ -172,6 +174,8 @@ class Film(Watch):
                 where = (group.rank(), args[1])[:: 1 if name == "send" else -1]
                 peer = dist.get_global_rank(group, args[1])
                 message["name"] += f" {'to' if name == 'send' else 'from'} {peer}"
+            if name == "all-to-all" and not self.has_all_to_all:
+                message["name"] = "reduce-scatter (by all-to-all)"
             self.counts[group.group_name, where] += 1
             message["key"] = group.group_name, where, self.counts[group.group_name, where]
             message["bytes"] = max((tensor.nbytes for tensor in tensors), default=0)
@@ -179,9 +183,10 @@ class Film(Watch):
                 message["storage"] = self.note(tensors[0]) if tensors else None
             self.here.last = None
             work = call(group, *args, **kwargs)
-            if work is not None:
-                self.works[id(work)] = len(self.messages), work
-            self.messages.append(message)
+            with self.lock:
+                self.messages.append(message)
+                if work is not None:
+                    self.works[id(work)] = len(self.messages) - 1, work
             return work
 
         return start
@@ -221,17 +226,18 @@ class Film(Watch):
         """Whether a loop comes round again, or a hook, for one more of a block's weights."""
         if what == last[3] == "L" and line in self.here.loop:
             return True
-        if torch._C._current_graph_task_id() == -1:
+        if what != "L" or torch._C._current_graph_task_id() == -1:
             return False
         unit = getattr(self.here, "backward", None)
         if unit != getattr(self.here, "hooks_of", None):
             self.here.hooks_of, self.here.hooks = unit, set()
-        seen = line in self.here.hooks
-        if what == "L":
-            self.here.hooks.add(line)
-        return (seen and last[3][0] == "B") if what == "L" else False
+        is_seen = line in self.here.hooks
+        self.here.hooks.add(line)
+        return is_seen and last[3][0] == "B"
 
     def resize(self, key, size):
+        if self.on is False:  # what is freed later
+            return
         count = len(self.events)
         super().resize(key, size)
         if self.on and len(self.events) > count:
@@ -247,7 +253,7 @@ class Film(Watch):
                 kind = kinds[storage] or "activations"
                 owner = self.owners[storage]
                 alive[owner, kind] += size
-                moment, line = self.moments.get(number, (self.begin, 0))
+                moment, line = self.moments.get(number, (0, 0))  # else it was there before
                 found[owner].append((moment, line, kind, alive[owner, kind]))
         return {owner: sorted(thinned(changes), key=lambda row: row[0]) for owner, changes in found.items()}
 

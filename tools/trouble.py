@@ -16,6 +16,7 @@ SEEN = ROOT / "docs" / "trouble.json"
 PAGE = ROOT / "docs" / "trouble.md"
 RUNS = {"1 rank": (1, ""), "2 ranks": (2, ""), "3 ranks": (3, "")}
 RUNS |= {"3 microbatches": (2, "--accum 3"), "bf16": (2, "--dtype bf16")}
+ONLY = {"1 rank": "on", "3 ranks": "on", "3 microbatches": "with", "bf16": "in"}
 BEGIN, END = "<!-- made by tools/trouble.py -->\n", "<!-- end -->\n"
 SYMPTOMS = {  # in the order in which a person meets them
     "hang": "It hangs",
@@ -26,21 +27,34 @@ SYMPTOMS = {  # in the order in which a person meets them
     "weights": "Losses and norms are right, the weights are not",
     "held": "The numbers are right; it holds too much",
     "sent": "The numbers are right; it sends too much, or too little",
-    "hidden": "The numbers and bytes are right; it is slow: communication no longer hides behind computation",
+    "hidden": "The numbers and bytes are right; it is slow",
+}
+HINTS = {
+    "hang": "One rank waits for what another does not do.",
+    "error": "Look at the rank that failed first: the others' errors follow from its.",
+    "loss 1": "Forward: the tokens, the part of a matrix that a rank takes, who adds up the parts.",
+    "norm 1": "Backward or clipping. A norm of N times or 1/N of the right one: divided too seldom or often; "
+    "of 1/√N: of one rank's part. The losses may stay right: Adam and clipping hide a factor.",
+    "loss 2": "The update. Step 2's norm alone is wrong: old gradients are still there. Its loss is wrong: "
+    "not all weights were stepped, or their new values are not everywhere.",
+    "weights": "What is gathered for `--save`.",
+    "held": "What should be freed is not, or too late.",
+    "sent": "In every microbatch instead of the last, or not at all.",
+    "hidden": "Communication no longer hides behind computation.",
 }
 CAUSES = {  # what a mutant's old or new text has, the first that fits
     "a sum or a copy is in too few bits": r"float32|float64|bfloat16|double|_foreach_copy_|part\.dtype",
     "counted on several ranks, or on one alone": r"rank\(?\)? == 0|counted|inside",
-    "a collective is missing, or over the wrong ranks": r"all_reduce\(|dist\.broadcast|group(?!\[)|average|"
-    r"tp_sum|get_world_size\(\), shard|get_rank\(|syncing|total\.add_",
-    "a wait is missing, or comes too early": r"\bwait\b|finish|reduce_job|submit|prefetch\(|previous",
+    "a collective is missing, one too many, or over the wrong ranks": r"all_reduce\(|dist\.broadcast|"
+    r"group(?!\[)|average|tp_sum|get_world_size\(\), shard|get_rank\(|syncing|total\.add_",
+    "a wait is missing, too early or too late": r"\bwait\b|finish|reduce_job|submit|prefetch\(|previous",
     "divided by the wrong number, or not at all": r"^/ | / |/=|div|world_size",
     "what is old is still there: not zeroed or freed": r"zero_|None|resh|resize_|clear\(|popleft|weakr|slice",
     "not copied: shared, or not sent": r"copy(?!_\(torch)|(rows|weight)\.detach| = self\.shard$|= view",
-    "another part, or another order": r"\[|split|flip|roll|dict\(|stages|seed|for r in|dp_rank|below",
+    "the wrong part, or another order": r"\[|split|flip|roll|dict\(|stages|seed|for r in|dp_rank|below",
     "a case is left out, or a condition is wrong": r"\bif |\band |\bor |\belse | < ",
 }
-OTHER = "the formula itself"
+OTHER = "a slip in the formula itself"
 promises.SECONDS = 15  # until a run counts as hanging
 
 
@@ -87,11 +101,13 @@ def observe(path, lesson):
 def where(seen):
     """The runs in which it shows, in words."""
     shows = [name for name, what in seen.items() if what]
+    if len(shows) == 1 < len(seen) and shows[0] in ONLY:
+        return f"only {ONLY[shows[0]]} {shows[0]}"
     if shows[0] == "1 rank":
         return "on 1 rank already"
-    if len(shows) == 1 and shows[0] != "2 ranks":
-        return f"only {'with' if 'micro' in shows[0] else 'on' if 'rank' in shows[0] else 'in'} {shows[0]}"
-    return f"from {shows[0]} on" if "rank" in shows[0] else "with several microbatches, and in bf16"
+    if shows[0] == "2 ranks":
+        return "from 2 ranks on" if seen.get("3 ranks", True) else "on 2 ranks, not on 3"
+    return "with several microbatches, and in bf16"
 
 
 def cause_of(old, new):
@@ -112,7 +128,7 @@ def tables(known):
     count = sum(len(links) for section in rows.values() for links in section.values())
     yield f"Of {len(mutants)} mutants that ran {count} show in these runs, the others in a test of their own."
     for symptom in filter(rows.get, SYMPTOMS):
-        yield f"\n### {SYMPTOMS[symptom]}\n"
+        yield f"\n### {SYMPTOMS[symptom]}\n\n{HINTS[symptom]}\n"
         yield "| where | what it was | how often | look here |\n|---|---|---|---|"
         for (place, cause), links in sorted(rows[symptom].items(), key=lambda row: -len(row[1])):
             yield f"| {place} | {cause} | {len(links)} | {', '.join(dict.fromkeys(links))} |"

@@ -22,10 +22,10 @@ def jobs_here():
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())[1]
         except OSError:  # another user's, or it has ended
             continue
         environment = dict(word.split("=", 1) for word in words if "=" in word)
-        parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())[1]
         if {"RANK", "WORLD_SIZE"} <= environment.keys() and not has_rank(parent):  # else a rank's own child
             job = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
             found[job][int(environment["RANK"])] = int(folder.name), int(environment["WORLD_SIZE"])
@@ -40,18 +40,18 @@ def has_rank(pid):
 
 
 def stack_of(pid):
-    """The main thread's frames, the innermost first; [] if it runs no Python yet."""
+    """The main thread's frames, the innermost first; [] if it runs no Python yet, or has just ended."""
     dump = subprocess.run(["py-spy", "dump", "--json", "--pid", str(pid)], capture_output=True, text=True)
     if dump.returncode:
-        sys.exit(f"where.py: py-spy says of process {pid}: {dump.stderr.strip().splitlines()[-1]}")
-    threads = json.loads(dump.stdout)
+        print(f"process {pid}: py-spy: {dump.stderr.strip()}", file=sys.stderr)
+    threads = json.loads(dump.stdout or "[]")
     return next((each["frames"] for each in threads if each["thread_name"] == "MainThread"), [])
 
 
 def stand(frames):
     """(the innermost line that is no library's, and its callers'; what it waits in; the line's text)."""
     if not frames:
-        return "", "starts", ""
+        return "", "is not in Python", ""
     own = [frame for frame in frames if not re.search("/site-packages/|/lib/python|^<", frame["filename"])]
     callers = [f" from {frame['line']}" for frame in own[1:4] if frame["name"] != "<module>"]
     own = own[0] if own else frames[-1]
@@ -76,7 +76,7 @@ def report(pids):
     if missing:
         print(f"missing: rank {', '.join(map(str, missing))} of {size}: ended, or on another host")
     (line, _), most = max(at.items(), key=lambda item: len(item[1]))
-    if 1 < len(most) < len(pids):
+    if len(pids) / 2 < len(most) < len(pids):
         odd = sorted(pids.keys() - set(most))
         print(f"most are at {line}; not there: rank {', '.join(map(str, odd))}")
 

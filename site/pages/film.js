@@ -4,7 +4,6 @@
 
 const KINDS = ["other", "parameters", "optimizer", "gradients", "activations"];
 const DOES = { F: "forward", B: "backward", R: "forward again", W: "gradients of weights", O: "optimizer" };
-const MESSAGE = { begin: 0, end: 1, line: 2, name: 3, bytes: 4, kind: 5 };
 const players = [];
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -26,28 +25,25 @@ function wordsOf(what) {
 class Lane {
   constructor(name, given, lines) {
     Object.assign(this, { name, lines, ...given });
+    this.mark = name.replace(/^(rank|device|worker) /, "").replace(/ ?([a-z]).*/, "$1"); // "rank 1 host": 1h
     this.events = [...this.spans, ...this.messages, ...this.waits].map(([time, , line]) => [time, line]);
     this.events.sort((a, b) => a[0] - b[0]);
     this.rows = []; // of messages that are on their way at the same time
     for (const message of this.messages) {
-      const free = this.rows.findIndex((row) => row.at(-1)[MESSAGE.end] <= message[MESSAGE.begin]);
+      const free = this.rows.findIndex((row) => row.at(-1)[1] <= message[0]);
       if (free < 0) this.rows.push([message]);
       else this.rows[free].push(message);
     }
     const held = Object.fromEntries(KINDS.map((kind) => [kind, 0]));
     this.stacks = this.held.map(([time, , kind, bytes]) => {
       held[kind] = bytes;
-      return [time, { ...held }];
+      return [time, { ...held }, Object.values(held).reduce((a, b) => a + b)];
     });
-    this.most = Math.max(0, ...this.stacks.map(([, stack]) => this.sum(stack)));
-  }
-
-  sum(stack) {
-    return KINDS.reduce((sum, kind) => sum + stack[kind], 0);
+    this.most = Math.max(0, ...this.stacks.map(([, , sum]) => sum));
   }
 
   waitsFor([, , , number]) {
-    return `waits for ${this.messages[number]?.[MESSAGE.name] ?? "a message"}`;
+    return `waits for ${this.messages[number]?.[3] ?? "a message"}`;
   }
 
   lineAt(time) {
@@ -63,13 +59,13 @@ class Lane {
     let does = span ? wordsOf(span[3]) : "";
     if (wait) does = this.waitsFor(wait);
     const sums = {}; // of what is on its way
-    for (const row of during(this.messages)) {
-      const [count, bytes] = sums[row[MESSAGE.name]] || [0, 0];
-      sums[row[MESSAGE.name]] = [count + 1, bytes + row[MESSAGE.bytes]];
+    for (const [, , , name, bytes] of during(this.messages)) {
+      const [count, sum] = sums[name] || [0, 0];
+      sums[name] = [count + 1, sum + bytes];
     }
     const travels = Object.entries(sums).map(([name, [count, bytes]]) => `${count > 1 ? `${count} ` : ""}${name} ${megabytes(bytes)}`);
     const stack = latest(this.stacks, time);
-    return [does, travels.join(", "), stack ? megabytes(this.sum(stack[1])) : ""];
+    return [does, travels.join(", "), stack ? megabytes(stack[2]) : ""];
   }
 }
 
@@ -92,7 +88,8 @@ class Player {
   read(film) {
     const lanes = Object.entries(film.lanes).map(([name, lane]) => new Lane(name, lane, film.lines));
     const screen = this.section.querySelector(".screens").appendChild(document.createElement("div"));
-    screen.innerHTML = `<h3>${film.lesson}.py</h3><div class="lanes"></div><table class="now"></table>`;
+    screen.innerHTML = `<h3>${film.lesson}.py</h3><div class="lanes"></div><table class="now"><thead><tr><td></td><th scope="col">at</th>
+      <th scope="col">does</th><th scope="col">on its way</th><th scope="col">holds</th></tr></thead><tbody></tbody></table>`;
     screen.querySelector("h3").hidden = !this.section.dataset.films.includes(" ");
     return { ...film, lanes, screen };
   }
@@ -171,7 +168,10 @@ class Player {
       svg.setAttribute("height", y);
       film.screen.querySelector(".lanes").replaceChildren(svg);
     }
-    document.documentElement.style.setProperty("--film", `${this.section.offsetHeight}px`);
+    const height = this.section.offsetHeight; // a film that leaves room for the text below it stays in sight
+    this.sticks = this.films.length === 1 && height < (innerWidth < 1100 ? 0.52 : 0.66) * innerHeight;
+    this.section.classList.toggle("sticks", this.sticks);
+    document.documentElement.style.setProperty("--film", this.sticks ? `${height}px` : "0px");
     this.go(this.time);
   }
 
@@ -201,6 +201,7 @@ class Player {
       y += 5;
     }
     const height = !lane.most ? 0 : this.width < 400 ? 16 : 26;
+    if (height) svg.append(svgNode("text", { class: "most", x: 0, y: y + 10 }, megabytes(lane.most)));
     const below = Object.fromEntries(lane.stacks.map((_, i) => [i, 0]));
     for (const kind of KINDS) {
       let [top, bottom] = ["", ""];
@@ -224,25 +225,21 @@ class Player {
       const [does, travels, held] = lane.stateAt(this.time);
       const row = document.createElement("tr");
       row.innerHTML = `<th scope="row">${lane.name}</th><td></td><td>${does}</td><td>${travels}</td><td>${held}</td>`;
-      if (line && document.getElementById(`L${line}`) && this.films.length === 1) {
-        row.cells[1].innerHTML = `<a href="#L${line}">line ${line}</a>`;
-      } else if (line) row.cells[1].innerHTML = `<a href="${film.lesson}.html#L${line}">line ${line}</a>`;
+      const page = document.getElementById(`L${line}`) ? "" : `${film.lesson}.html`;
+      if (line) row.cells[1].innerHTML = `<a href="${page}#L${line}">line ${line}</a>`;
       return row;
     });
-    film.screen.querySelector(".now").replaceChildren(...rows);
+    film.screen.querySelector("tbody").replaceChildren(...rows);
   }
 
   mark() {
     document.querySelectorAll("[data-at]").forEach((node) => node.removeAttribute("data-at"));
-    this.lanes.forEach((lane, i) => {
+    for (const lane of this.lanes) {
       const number = document.getElementById(`L${lane.lineAt(this.time)}`);
-      if (number) number.dataset.at = number.dataset.at ? `${number.dataset.at} ${i}` : i;
-    });
-    const followed = document.getElementById(`L${this.followed[0].lineAt(this.time)}`);
-    if (this.wasTouched && followed && followed !== this.shown) {
-      followed.scrollIntoView({ block: "nearest" });
-      this.shown = followed;
+      if (number) number.dataset.at = `${number.dataset.at ?? ""} ${lane.mark}`.trim();
     }
+    const followed = document.getElementById(`L${this.followed[0].lineAt(this.time)}`);
+    if (this.wasTouched && this.sticks && !this.playing) followed?.scrollIntoView({ block: "nearest" });
   }
 
   // ---- what a reader does ----
@@ -270,7 +267,7 @@ class Player {
     });
     this.section.addEventListener("keydown", touched((event) => {
       const does = { ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1), Home: () => this.go(0), End: () => this.go(this.length) };
-      if (event.target.matches("select, a") || !does[event.key]) return;
+      if (event.target.matches("select, a") || event.altKey || event.ctrlKey || event.metaKey || !does[event.key]) return;
       event.preventDefault();
       does[event.key]();
     }));
@@ -279,6 +276,7 @@ class Player {
       document.getElementById(`L${this.films[0].lines[line][0]}`)?.classList.add("filmed");
     }
     document.getElementById("code")?.addEventListener("click", (event) => {
+      if (String(getSelection())) return; // who marks a text wants no other moment
       const number = event.target.closest(".code pre > span, .code pre > i")?.closest("span")?.previousSibling ?? event.target;
       const first = this.followed.concat(this.lanes).map((lane) => lane.events.find(([, line]) => `L${lane.lines[line][0]}` === number.id));
       const found = first.find(Boolean);

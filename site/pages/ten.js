@@ -7,7 +7,7 @@ for (const form of document.querySelectorAll("form[data-answer]")) {
     const { answer, within, formula } = form.dataset;
     const given = Number(form.querySelector("input").value.trim().replace(",", "."));
     const ratio = given / answer;
-    let says = ratio < 1 ? "Too little." : "Too much.";
+    let says = `Too ${ratio < 1 ? "little" : "much"}. The docstring's formula: ${formula}.`;
     if (Math.abs(ratio - 1) <= within) says = `Right: ${formula} is ${Number(answer).toPrecision(3)} MB.`;
     else if (!(given > 0)) says = "A number, please.";
     form.querySelector("output").textContent = says;
