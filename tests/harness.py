@@ -71,16 +71,13 @@ class World:
                     raise kind(f"rank {rank} of {len(answers)}: {str(error) or error.__cause__}") from error
             assert not late, f"{len(late)} of {len(answers)} ranks did not come back in {timeout} s"
         except BaseException:
-            self.close()
+            del WORLDS[len(self.ranks)]
+            for rank in self.ranks:
+                for process in list(rank._processes.values()):
+                    process.kill()
+            self.folder.cleanup()
             raise
         return [answer.result() for answer in answers]
-
-    def close(self):
-        del WORLDS[len(self.ranks)]
-        for rank in self.ranks:
-            for process in list(rank._processes.values()):
-                process.kill()
-        self.folder.cleanup()
 
 
 WORLDS = {}

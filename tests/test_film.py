@@ -34,8 +34,7 @@ def done(lane, lines):
 def test_a_step_does_what_its_film_shows(path):
     assert path.stat().st_size <= 60_000, "a film of more than 60 kB"
     film, found = json.loads(path.read_text()), {}
-    lines = [text for _, text in film["lines"]]
-    kept = {name: done(lane, lines) for name, lane in film["lanes"].items()}
+    kept = {name: done(lane, [text for _, text in film["lines"]]) for name, lane in film["lanes"].items()}
     flags = f"{film['flags']} --context 16 --data {TEXT}"
     for lanes in world(film["ranks"]).run(film_here, film["lesson"], flags):
         found |= lanes

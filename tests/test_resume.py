@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from test_all import refused
 from tests.harness import ROOT, TINY, apart, holds, load, mutants, said, train, world
+from tools.watch import noted
 
 FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
 SIZES = (1, 2, 3, 4, 8)
@@ -81,11 +82,6 @@ def killed_at_each_line(name, folder):
             newest.append(newest_of(folder))
         return trace
 
-    def confirmed(*args, gather=dist.all_gather_object, **kwargs):
-        events.append("confirm")
-        store.set(folder, "")
-        gather(*args, **kwargs)
-
     def on_disk(descriptor):
         events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
@@ -95,7 +91,8 @@ def killed_at_each_line(name, folder):
         store.set(folder, "")
         return Path(new)
 
-    confirm = mock.patch.object(dist, "all_gather_object", confirmed)
+    note = lambda *_, **__: (events.append("confirm"), store.set(folder, ""))  # noqa: E731
+    confirm = mock.patch.object(dist, "all_gather_object", noted(dist.all_gather_object, note))
     with confirm, mock.patch.object(Path, "rename", renamed), mock.patch.object(os, "fsync", on_disk):
         for step in 1, 2, 3, 4:
             if dist.get_rank():  # it is late: rank 0 waits for it, or has published
@@ -152,6 +149,19 @@ def test_two_hosts_print_single_pys_losses():
     assert losses == [round(loss, 4) for loss in alone["losses"]], job.stdout + job.stderr
 
 
+@pytest.mark.skipif(os.geteuid(), reason="only root may look into every process")
+def test_where_names_the_rank_that_is_not_with_the_others(tmp_path):
+    old, new = "dist.all_reduce(loss)", "rank == 1 and time.sleep(99) or dist.all_reduce(loss)"
+    (tmp_path / "odd.py").write_text((ROOT / "ddp.py").read_text().replace(old, new))
+    command = [*TORCHRUN, "--nproc_per_node=3", str(tmp_path / "odd.py"), *FLAGS.split()]
+    where = [sys.executable, ROOT / "tools/where.py"]
+    with subprocess.Popen([sys.executable, *command], **QUIET) as job:
+        while "odd.py:210; not there: rank 1\n" not in (seen := subprocess.run(where, **PIPES).stdout):
+            assert job.poll() is None, seen
+        job.terminate()
+    assert seen.count("waits in all_reduce(), odd.py:210: rank == 1 and") == 2, seen
+
+
 def tweaked(tweak, name, flags):
     """On a rank: train with a lesson of which tweak() has replaced parts. Returns its notes."""
     lesson, notes = load(name), []
@@ -161,8 +171,7 @@ def tweaked(tweak, name, flags):
 
 
 def count_reads(lesson, note):
-    checksum = lesson.checksum
-    lesson.checksum = lambda part, first: note(part.nbytes) or checksum(part, first)
+    lesson.checksum = noted(lesson.checksum, lambda part, first: note(part.nbytes))
 
 
 def check_bytes(name):
@@ -193,10 +202,9 @@ def when_waited_for(lesson, call):
 def late(lesson, note):
     """Step 3 is written when step 4 is over, or somebody waits for it: note which is first."""
     overlaps = SimpleQueue()
-    checksum = lesson.checksum
     lesson.print_step = lambda config, step, *_: overlaps.put(True) if step == 4 else None
     when_waited_for(lesson, partial(overlaps.put, False))
-    lesson.checksum = lambda *args: note(overlaps.get()) or checksum(*args)
+    lesson.checksum = noted(lesson.checksum, lambda *_: note(overlaps.get()))
 
 
 def check_overlap(name):

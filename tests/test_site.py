@@ -14,10 +14,8 @@ from tests.harness import ROOT, load
 from tests.test_pipeline import in_flight
 
 ACCESSIBLE = (ROOT / "tests/accessible.js").read_text().partition("\n")[2]
-SAID = ["1f1b: 27.3 % idle; in flight on ranks 0 to 3: 4, 3, 2, 1"]  # 3 of 8 + 3
-SAID += [
-    "A rank holds 15 + 0.234 + 1.41 GB of parameters, gradients and optimizer, and sends 29.5 GB in a step."
-]
+SAID = """1f1b: 27.3 % idle; in flight on ranks 0 to 3: 4, 3, 2, 1
+A rank holds 15 + 0.234 + 1.41 GB of parameters, gradients and optimizer, and sends 29.5 GB in a step."""
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +144,9 @@ def check_film(page, site):
     """Steps, keys, play and a click on a line lead to the moments that the film has, and mark its lines."""
     page.goto(f"{site.as_uri()}/zero3.html")
     film = json.loads((site / "film-zero3.js").read_text().partition(" = ")[2].rstrip(";\n"))
-    events = set()  # of rank 0
-    for what in ("spans", "messages", "waits"):
-        events |= {(row[0], film["lines"][row[2]][0]) for row in film["lanes"]["rank 0"][what]}
-    events = sorted(event for event in events if event[0])
+    lane = film["lanes"]["rank 0"]
+    rows = lane["spans"] + lane["messages"] + lane["waits"]
+    events = sorted({(row[0], film["lines"][row[2]][0]) for row in rows if row[0]})
 
     def moment():
         return page.inner_text(".film output")
@@ -167,7 +164,7 @@ def check_film(page, site):
     page.wait_for_timeout(1000)
     page.click(".film .play")
     assert moment() != said(0), "it does not play"
-    time, line = events[-1]
+    _, line = events[-1]
     time = min(first for first, where in events if where == line)
     page.click(f"#L{line} + span")
     assert moment() == said(time), "a click on a line leads elsewhere"
@@ -187,7 +184,7 @@ def check_search_and_questions(page, site):
             page.fill(f"#answer-{name}", answer)
             page.press(f"#answer-{name}", "Enter")
             said.append(page.inner_text(f"[for=answer-{name}] >> nth=1"))
-        assert said[0] == "Too little." and said[1].startswith("Right: "), f"{name}: {said}"
+        assert said[0].startswith("Too little.") and said[1].startswith("Right: "), f"{name}: {said}"
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
@@ -206,7 +203,7 @@ def test_in_a_browser_every_page_opens_and_every_control_changes_its_picture(sit
                 assert not errors, f"{path}: {errors}"
             grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
             page.goto(f"{site.as_uri()}/explore.html")
-            assert page.locator(".says").all_inner_texts() == SAID
+            assert page.locator(".says").all_inner_texts() == SAID.splitlines()  # 3 of 8 + 3
             drawn = [page.locator(f"#schedules .drawing .{what}").count() for what in "FBW"]
             assert drawn == [32, 32, 0], "another picture"
             for control in page.locator("main select, main input").all():  # a select's keys are up and down
