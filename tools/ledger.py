@@ -109,7 +109,7 @@ def result_of(lesson, config, watch, history, clock=None):
     letters["R"] = elements[lesson.DTYPES[config.dtype]]
     if hasattr(config, "tp"):
         letters["R"] = max(parameters_of_stage(config, letters, stage) for stage in range(config.pp))
-    letters["G"] = min(letters["P"], letters["R"], max(letters["T"], 2**24))  # a process may have replicas
+    letters["G"] = min(letters["G"], letters["R"])  # a process may have replicas
     result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device.type}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
     formulas = read_formulas(lesson, config)

@@ -60,6 +60,7 @@ def letters_of(lesson, config, ranks, backend):
     ahead = config.layers if getattr(config, "no_reshard", False) else getattr(config, "prefetch", 0)
     letters["C"] = 2 if getattr(config, "schedule", "") == "interleaved" and ranks > 1 else 1
     letters["f"] = min(ahead, config.layers - 1)
+    letters["G"] = min(letters["P"], max(letters["T"], 2**24))
     letters["F"] = getattr(config, "shard", 1)
     if hasattr(config, "tp"):
         letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
