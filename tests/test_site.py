@@ -144,7 +144,7 @@ def check_film(page, site):
     """Steps, keys, play and a click on a line lead to the moments that the film has, and mark its lines."""
     page.goto(f"{site.as_uri()}/zero3.html")
     film = json.loads((site / "film-zero3.js").read_text().partition(" = ")[2].rstrip(";\n"))
-    rows = sum((film["lanes"]["rank 0"][what] for what in ("spans", "messages", "waits")), [])
+    rows = [row for what in ("spans", "messages", "waits") for row in film["lanes"]["rank 0"][what]]
     events = sorted({(row[0], film["lines"][row[2]][0]) for row in rows if row[0]})
 
     def moment():
