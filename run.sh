@@ -2,7 +2,7 @@
 # ./run.sh                 run every lesson on real text and hold each against single.py: a line each, more in runs/
 # ./run.sh ddp ...         only these
 # ./run.sh test [LESSON]   the tests, or those of a lesson (what else follows goes to pytest)
-# ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd
+# ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd, and a hundred random deaths
 # ./run.sh lint            ruff, and each file beside its budget
 # ./run.sh site            the lessons as pages, in docs/site
 # ./run.sh films [LESSON]  what each rank does in a step, for these pages; as root on Linux over links of 1 Gbit/s
@@ -18,17 +18,31 @@ LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 hsdp muon 
     tensor_parallel sequence_parallel context_parallel expert_parallel pipeline zero_bubble
     pipeline_v parallel_3d checkpointing zero_r fusion resume survive)
 
+# Ranks meet on the loopback interface, so that this host's own name need not resolve.
+torchrun="-m torch.distributed.run --local-addr=127.0.0.1 --nproc_per_node"
+if [ "$(uname)" = Darwin ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo0}; fi
+
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
-# A Python that has all the packages of a requirements file: the one on PATH, or .venv, made if need be.
+refuse() { # in one line that says what to change
+    echo "run.sh: $*" >&2
+    exit 2
+}
+
+# Set $python to a Python that has all packages of a requirements file: the one on PATH, or .venv, made if need be.
 set_up() {
-    local requirements=$1 probe="import importlib.util, sys; sys.exit(any(importlib.util.find_spec(p) is None for p in '$2'.split()))"
+    local requirements=$1 recent="import sys; sys.exit(sys.version_info < (3, 11))"
+    local probe="import importlib.util as u, sys; sys.exit(any(u.find_spec(p) is None for p in '$2'.split()))"
     for python in .venv/bin/python python3 python; do
-        if command -v "$python" >/dev/null && "$python" -c "$probe" 2>/dev/null; then return; fi
-    done
-    say "Setting up .venv from $requirements (once) ..."
-    [ -x .venv/bin/python ] || python3 -m venv .venv
+        if command -v "$python" && "$python" -c "$recent" && "$python" -c "$probe"; then return; fi
+    done >/dev/null 2>&1
     python=.venv/bin/python
+    if ! "$python" -c "import pip; $recent" 2>/dev/null; then # it is missing, broken or of an older Python
+        python3 -c "$recent" 2>/dev/null || refuse "needs Python 3.11 or later, but python3 is: $(python3 -V 2>&1)"
+        python3 -c "import ensurepip, venv" 2>/dev/null || refuse "python3 has no venv: apt install python3-venv"
+        python3 -m venv --clear .venv
+    fi
+    say "Setting up .venv from $requirements (once) ..."
     "$python" -m pip install --quiet --requirement "$requirements"
 }
 
@@ -54,7 +68,7 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
     elif [ "$(id -u)" = 0 ] && command -v ip tc >/dev/null; then # whose torchruns may end in any order
         PYTHON=$(realpath -s "$python") bench/hosts.sh $ranks 1gbit -- "${command[@]}" || true
     else
-        "$python" -m torch.distributed.run --nproc_per_node=$ranks "${command[@]}"
+        "$python" $torchrun=$ranks "${command[@]}"
     fi
     [ -f "docs/films/$lesson.json" ]
 }
@@ -65,11 +79,13 @@ test)
     set_up requirements-dev.txt "torch numpy pytest xdist matplotlib jinja2 markdown pygments playwright html5lib"
     lesson=${1:-} && lesson=${lesson%.py}
     if [[ " ${LESSONS[*]} " == *" $lesson "* ]]; then set -- --lesson "$lesson" "${@:2}"; fi
-    OMP_NUM_THREADS=1 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file's tests share their worlds
+    OMP_NUM_THREADS=1 exec "$python" -m pytest -n auto --maxprocesses=8 --dist worksteal "$@" # auto: as many as cores
     ;;
 fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
-    OMP_NUM_THREADS=1 FUZZ="${2:-$RANDOM} ${3:-200}" exec "$python" -m pytest --durations=0 -sq test_all.py -k random_flags
+    export OMP_NUM_THREADS=1 FUZZ="${2:-$RANDOM} ${3:-200}"
+    say "Seed and runs: $FUZZ"
+    exec "$python" -m pytest -vv test_all.py tests/test_survive.py -k test_random
     ;;
 lint)
     set_up requirements-dev.txt "ruff"
@@ -105,26 +121,32 @@ ranks=${NPROC:-$((gpus > 0 ? gpus : 4))}
 [ $# -gt 0 ] || set -- "${LESSONS[@]}"
 for lesson; do
     [[ " ${LESSONS[*]} " == *" ${lesson%.py} "* ]] && continue
-    echo "run.sh: no lesson '$lesson'; choose from: ${LESSONS[*]}" >&2
-    exit 2
+    refuse "no lesson '$lesson'; choose from: ${LESSONS[*]}"
 done
 
 flags=(--batch $((4 * ranks)) --steps 10 ${FLAGS:-}) # the same text, batches and steps for all
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-torchrun="$python -m torch.distributed.run --nproc_per_node"
+torchrun="$python $torchrun"
 as_ddp="--optim sgd --clip inf"
 rm -rf runs
 mkdir -p runs
 
 run() { # NAME COMMAND ...; what it prints goes to runs/NAME.log
-    local name=$1 command="${*:2} ${flags[*]}"
+    local name=$1 command="${*:2} ${flags[*]} ${last:-}"
     echo "$command" >"runs/$name.log"
-    ${LIMIT:+timeout --foreground --kill-after=40 "$LIMIT"} $command --json "runs/$name.json" --save "runs/$name.pt" >>"runs/$name.log" 2>&1 ||
+    ${LIMIT:+"$python" bench/limit.py "$LIMIT"} $command --json "runs/$name.json" --save "runs/$name.pt" >>"runs/$name.log" 2>&1 ||
         echo "exit code $?" >>"runs/$name.log"
 }
 
-run_all() { # and say the name of each as it ends
-    run single "$python" tools/ledger.py single.py
+run_plain() { # NAME COMMAND ...: what a lesson is compared with, and the same with one sequence at a time
+    run "$@"
+    local batch
+    batch=$(sed -n 's/.* | batch \([0-9]*\) = .*/\1/p' "runs/$1.log")
+    last="--accum $batch" run "${1%-alone}-split" "${@:2}"
+}
+
+run_all() { # and print the name of each as it ends
+    run_plain single "$python" tools/ledger.py single.py
     echo single
     [ -f runs/single.pt ] || return
     for lesson; do
@@ -133,12 +155,17 @@ run_all() { # and say the name of each as it ends
         single) continue ;;
         dp_threads) run "$lesson" "$python" "$watched" --replicas "$ranks" ;;
         dp_async) run "$lesson" "$python" "$watched" --workers "$ranks" ;;
-        expert_parallel | muon) # which train another model, or otherwise
-            run "$lesson-alone" "$python" "$watched"
+        expert_parallel) # which trains another model; --accum is no yardstick: it changes what is balanced
+            # The choice of an expert can turn on one rounding: with --dtype fp64 no choice comes that close.
+            run "$lesson-alone" "$python" "$watched" --dtype fp64
+            run "$lesson" "$torchrun=$ranks" "$watched" --dtype fp64
+            ;;
+        muon) # which has another optimizer
+            run_plain "$lesson-alone" "$python" "$watched"
             run "$lesson" "$torchrun=$ranks" "$watched"
             ;;
         diloco) # which is ddp.py with these flags alone
-            run "$lesson-alone" "$python" tools/ledger.py single.py $as_ddp
+            run_plain "$lesson-alone" "$python" tools/ledger.py single.py $as_ddp
             run "$lesson" "$torchrun=$ranks" "$watched" --inner-steps 1 --outer-lr 1 $as_ddp
             ;;
         resume) # which stops after 5 steps and goes on with half the ranks

@@ -60,7 +60,7 @@ class Members:
         self.config = config
         self.store = store
         self.worker = worker  # its number, for good; its rank may change
-        self.timeout = timedelta(seconds=config.timeout)
+        self.timeout = timedelta(seconds=config.timeout if store else 0)  # 0: none
         self.members = list(range(config.workers))  # of the epoch, those first that were there first
         self.epoch = 0
         self.state = [1]  # the step and what reform() was given, of a newcomer None
@@ -97,6 +97,11 @@ class Members:
 
     def agree(self, step):
         """Answer for the next epoch, and propose those who have. Returns whether this worker is a member."""
+        epoch, members, _ = look(self.store)
+        if epoch > self.epoch and self.worker not in members:
+            # It hung, and the others went on. Say so first: on macOS the old group could not be destroyed.
+            self.epoch, self.members = epoch, members
+            return False
         if dist.is_initialized():
             dist.destroy_process_group()  # or a member that was waiting for this one would go on waiting
         dist.distributed_c10d._world.group_count = 0  # part of a group's name; not so if it failed to form
@@ -176,9 +181,9 @@ def backward(config, model, batches):
     return loss
 
 
-def all_reduce(*tensors):
+def all_reduce(timeout, *tensors):
     for tensor in tensors:
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait(timeout)
 
 
 def train(config, members=None):
@@ -199,7 +204,7 @@ def train(config, members=None):
         members.reach(step, ":forward")
         flat_grad.zero_()  # what an aborted attempt has left
         loss = backward(config, model, microbatches(config, text, step, device))
-        if members.attempt(step, all_reduce, flat_grad, loss):
+        if members.attempt(step, all_reduce, members.timeout, flat_grad, loss):
             grad_norm = take_step(model, masters, optimizer, config.clip)
             print_step(config, step, loss, grad_norm, started)
             step += 1
@@ -297,7 +302,7 @@ SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": argparse.__file__}
+DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__}
 DEFAULTS |= {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}
 HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 

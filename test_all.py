@@ -32,7 +32,7 @@ FLAGS = {
     "--lr": ("0 0.001 0.01", "nan inf -1 x"), "--clip": ("0.1 1 inf", "nan 0 -1 x"),
     "--seed": ("0 7", "-1 1.5 x 99999999999999999999"), "--dtype": ("fp64 fp64 fp32", "fp16"),
     "--device": ("cpu auto", "cuda gpu"),
-    "--data": (f"{ROOT}/LICENSE {ROOT}/docs/results", "nowhere /proc/self /dev/null"),
+    "--data": ("LICENSE docs/results", "nowhere /proc/self /dev/null"),
     "--save": ("{tmp}/x.pt", "/ {tmp} /no/such/x.pt /dev/null/x.pt"),
 }  # fmt: skip
 OWN = {
@@ -277,7 +277,12 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(lesson):
     odd = [f"{flag} {value}".format(tmp="/") for flag, (_, bad) in table.items() for value in bad.split()]
     for flags in (*odd, *BAD_FLAGS, *lesson.bad_flags):
         check_refusal(lesson.name, flags, lesson.worlds[-1])
-    check_refusal(lesson.name, f"--save /dev/full {lesson.flags}", lesson.worlds[-1], (0, []))  # at the end
+
+
+@every_lesson
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, as on macOS")
+def test_a_full_disk_ends_rank_0_in_one_line_and_exit_code_2(lesson):
+    check_refusal(lesson.name, f"--save /dev/full {lesson.flags}", lesson.worlds[-1], (0, []))
 
 
 def steps_of(name, size, flags):
@@ -362,7 +367,7 @@ def test_a_lesson_has_its_headings_and_the_technique_first(lesson):
     source = (ROOT / f"{lesson.name}.py").read_text()
     docstring = ast.get_docstring(ast.parse(source))
     assert re.findall(r"^([A-Z][a-z ]+?)(?: \(.*\))?$", docstring, re.M) == HEADINGS
-    assert docstring.count("\n") < 40
+    assert docstring.count("\n") < 60
     first = re.search(r"^(class|def) ", source, re.M).start()
     assert first < source.index("\ndef train(") < source.index("# ==== toy model")
     assert "synchronize()" not in source and "barrier" not in source

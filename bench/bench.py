@@ -28,6 +28,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import resource
@@ -198,13 +199,16 @@ class Race:  # the contenders of one lesson on this rank
         """[live, process]: bytes of one contender in its third step, the most of any rank."""
         self.three_steps(title, contextlib.nullcontext())  # what a first time loads stays allocated
         gc.collect()
-        before, meter = heap(), HeapPeak()
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.three_steps(title, meter)
-        live = torch.cuda.max_memory_allocated(self.device) if on_gpu else meter.peak - before
-        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self.three_steps(title, contextlib.nullcontext())
+            live = torch.cuda.max_memory_allocated(self.device)
+        else:
+            before, meter = heap(), HeapPeak()
+            self.three_steps(title, meter)
+            live = meter.peak - before
+        unit = 1 if sys.platform == "darwin" else 1024
+        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         numbers = torch.tensor([live, process], dtype=torch.double, device=self.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
@@ -240,8 +244,10 @@ class HeapInfo(ctypes.Structure):  # glibc's struct mallinfo2
 
 
 def heap():
-    """Bytes that malloc has given out and not got back, from and to whichever thread (glibc)."""
-    mallinfo = ctypes.CDLL(None).mallinfo2
+    """Bytes that malloc has given out and not got back, in all threads; nan without glibc 2.33 or later."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if not mallinfo:
+        return math.nan
     mallinfo.restype = HeapInfo
     info = mallinfo()
     return info.field4 + info.field7  # large pieces, and the others
@@ -270,7 +276,8 @@ def main_of_rank(bench):
 
 def launch(name, bench, *more):
     """What rank 0 of a fresh set of processes wrote."""
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={bench.ranks}"]
+    start = [sys.executable, "-m", "torch.distributed.run"]
+    start += ["--local-addr=127.0.0.1", f"--nproc_per_node={bench.ranks}"]
     if bench.hosts > 1 and "--alone" not in more:
         each = ["--ranks-per-host", str(bench.ranks // bench.hosts), "--"]
         start = [str(ROOT / "bench" / "hosts.sh"), str(bench.hosts), bench.rate, *each]

@@ -77,8 +77,8 @@ def run(command, limit=360, ranks=1, **environment):
     if left < 20:
         return "", "skipped: the time is over"
     if command[0].endswith(".py"):
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        command = [sys.executable, *launcher, *command]
+        launcher = ["-m", "torch.distributed.run", "--local-addr=127.0.0.1", f"--nproc_per_node={ranks}"]
+        command = [sys.executable, *(launcher if ranks > 1 else []), *command]
     with tempfile.TemporaryFile("w+") as log:
         options = {"cwd": ROOT, "env": os.environ | environment, "start_new_session": True}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **options)

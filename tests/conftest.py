@@ -1,11 +1,15 @@
 """--lesson zero3 runs what concerns zero3.py alone; at the end, a line for each promise that broke."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from test_all import NAMES
+from tests.harness import ROOT
+
+os.chdir(ROOT)  # paths in the tests' flags are relative
 
 
 def pytest_addoption(parser):
@@ -19,7 +23,7 @@ def concerns(item, lesson):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: "test_survive" not in item.nodeid)  # the longest file begins first
+    items.sort(key=lambda item: not re.search("survive|learn|gpu", item.nodeid))  # long ones begin first
     if lesson := config.getoption("--lesson"):
         items[:] = [item for item in items if concerns(item, lesson)]
 

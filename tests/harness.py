@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = str(ROOT / "LICENSE")
+TEXT = "LICENSE"  # relative to the checkout, whose own path may have spaces
 # 12: ranks 1 to 4 can share the heads, and no unit's size is a multiple of 8
 TINY = f"--layers 3 --heads 12 --width 36 --context 16 --steps 3 --batch 12 --data {TEXT}"
 FORK = multiprocessing.get_context("forkserver")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import FORK, ROOT, TEXT, holds, load, mutants, on_ranks, said, train, world
+from tests.harness import FORK, TEXT, holds, load, mutants, on_ranks, said, train, world
 
 # Sizes that four ranks divide evenly.
 EVEN = f"--layers 3 --heads 4 --width 32 --context 16 --steps 2 --batch 8 --accum 2 --data {TEXT}"
@@ -122,7 +122,7 @@ def run_main(arguments):
 
 def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     flags = EVEN.replace("--steps 2", "--steps 3")
-    command = f"--json {tmp_path}/out.json --trace {tmp_path}/traces {ROOT / 'zero3.py'} {flags}"
+    command = f"--json {tmp_path}/out.json --trace {tmp_path}/traces zero3.py {flags}"
     (out, _, code), _ = world(2).run(run_main, command)
     assert code == 0
     written = json.loads((tmp_path / "out.json").read_text())
@@ -135,7 +135,7 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert set(written["sent"]["all-gather"]) == {"formula", "calls", "payload", "wire"}
     assert len(list((tmp_path / "traces").glob("rank*.json"))) == 2
     assert "gloo" in next((tmp_path / "traces").glob("rank0*.json")).read_text()
-    command = f"--json {tmp_path}/out.json --machine {tmp_path}/c.json {ROOT / 'ddp.py'} {EVEN} --steps 4"
+    command = f"--json {tmp_path}/out.json --machine {tmp_path}/c.json ddp.py {EVEN} --steps 4"
     world(2).run(run_main, command)
     written = json.loads((tmp_path / "out.json").read_text())
     kept = [*json.loads((tmp_path / "c.json").read_text()).values()]

@@ -23,7 +23,8 @@ SIZES = (1, 2, 3, 4, 8)
 PIPES = {"capture_output": True, "text": True, "timeout": 200}
 QUIET = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
 NO_NAMESPACES = subprocess.call("unshare --net ip link && tc -V", shell=True, **QUIET)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
+TORCHRUN += ["--max-restarts=1"]
 
 
 def check_kept(folder, *steps):
@@ -107,6 +108,8 @@ def killed_at_each_line(name, folder):
 
 
 def check_kills(name):
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells in /proc what file is written to the disk")
     with TemporaryDirectory() as folder:
         events, others = world(2).run(killed_at_each_line, name, folder)
         assert others == ["rank-1.bin", "confirm"] * 3, f"on the disk: {others}"
@@ -146,10 +149,10 @@ def test_two_hosts_print_single_pys_losses():
     job = subprocess.run([*command, *flags], cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, **PIPES)
     losses = [float(loss) for loss in re.findall(r"^step .*? loss ([\d.]+)", job.stdout, re.M)]
     alone, _ = train("single", 1, " ".join(flags))
-    assert losses == [round(loss, 4) for loss in alone["losses"]], job.stdout + job.stderr
+    assert len(losses) == 3 and apart(losses, alone["losses"]) < 6e-5, job.stdout + job.stderr
 
 
-@pytest.mark.skipif(os.geteuid(), reason="only root may look into every process")
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux, and root for py-spy")
 def test_where_names_the_rank_that_is_not_with_the_others(tmp_path):
     old, new = "dist.all_reduce(loss)", "rank == 1 and time.sleep(20) or dist.all_reduce(loss)"
     (tmp_path / "odd.py").write_text((ROOT / "ddp.py").read_text().replace(old, new))

@@ -32,8 +32,11 @@ SYMPTOMS = ROOT / "docs" / "symptoms.json"
 THREADS = {"dp_threads": "--replicas", "dp_async": "--workers"}  # whose ranks are threads of one process
 SIZES = {"single": (1,), "fusion": (1, 2), "checkpointing": (1, 2)}
 SHAPE = "--layers 3 --heads 12 --width 36 --context 24 --batch 24"
-FLAGS = f"{SHAPE} --steps 3 --dtype fp64 --lr 0.01 --clip 0.5 --device cpu --data {ROOT}/LICENSE"
-FORK = multiprocessing.get_context("fork")
+FLAGS = f"{SHAPE} --steps 3 --dtype fp64 --lr 0.01 --clip 0.5 --device cpu".split()
+FLAGS += ["--data", f"{ROOT}/LICENSE"]  # the path may have spaces
+DEATHS = "--workers 4 --steps 12 --kill 1@3 0@6:vote --join 9 --accum 3 --timeout 2"  # of survive.py
+FORK = multiprocessing.get_context("forkserver")  # macOS does not allow fork() in a process that has threads
+FORK.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn", "torch._subclasses.fake_tensor"])
 SECONDS = 40  # a run that takes longer hangs
 
 
@@ -70,7 +73,7 @@ def watched(path, flags):
     evaluate = ledger.evaluate
     ledger.evaluate = lambda formula, values: letters.update(values) or evaluate(formula, values)
     lesson = ledger.load(path)
-    config = lesson.parse(f"{FLAGS} {flags}".split())
+    config = lesson.parse([*FLAGS, *flags])
     result = ledger.result_of(lesson, config, *ledger.run(lesson, config))
     result["hidden"] = Clock.hidden
     result["formulas"] = ledger.read_formulas(lesson, config)
@@ -89,7 +92,7 @@ def be_rank(path, rank, size, flags, folder):
     try:
         store = dist.FileStore(f"{folder}/store", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        result = watched(path, f"{flags} --save {folder}/weights")
+        result = watched(path, [*flags.split(), "--save", f"{folder}/weights"])
     except BaseException as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, SystemExit):  # a refusal, whose reason was printed
@@ -198,9 +201,8 @@ def survives(path, weights):
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     yield "with a death at any moment: nobody waits for ever, no step counts twice or by halves", problem
-    flags = f"{FLAGS} --workers 4 --steps 12 --kill 1@3 0@6:vote --join 9 --accum 3 --timeout 2".split()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, path, *flags, "--save", f"{folder}/weights"]
+        command = [sys.executable, path, *FLAGS, *DEATHS.split(), "--save", f"{folder}/weights"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
         problem = f"exit code {ended.returncode}" if ended.returncode else None
         yield "workers die, a newcomer enters: the job ends well", problem

@@ -1,0 +1,26 @@
+"""End a command that takes too long: python bench/limit.py SECONDS COMMAND ...
+
+timeout(1), which macOS does not have. Exits with the command's code, or with 124 if the command was ended.
+"""
+
+import subprocess
+import sys
+
+GRACE = 40  # seconds: torchrun needs up to 30 to end its ranks
+
+
+def main(seconds, *command):
+    process = subprocess.Popen(command)
+    try:
+        return process.wait(float(seconds))
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    return 124
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
