@@ -28,6 +28,8 @@ Costs (bytes that a rank sends in a step of k microbatches, each b sequences of 
 Run
     torchrun --nproc_per_node=2 expert_parallel.py
     torchrun --nproc_per_node=8 expert_parallel.py --size gpt2 --experts 64 --dtype bf16 --capacity-factor 2
+    To compare runs on different numbers of ranks, use --dtype fp64: where two experts' scores are equal up to
+    rounding, rounding decides which of them a token goes to, and from there on the runs differ.
 
 Left out
     Router z-loss and noise, grouped GEMM (a loop over experts here), overlap of all-to-alls, gradient buckets

@@ -165,7 +165,7 @@ run_all() { # and print the name of each as it ends
             run "$lesson" "$torchrun=$ranks" "$watched"
             ;;
         diloco) # which is ddp.py with these flags alone
-            run_plain "$lesson-alone" "$python" tools/ledger.py single.py $as_ddp
+            run "$lesson-alone" "$python" tools/ledger.py single.py $as_ddp
             run "$lesson" "$torchrun=$ranks" "$watched" --inner-steps 1 --outer-lr 1 $as_ddp
             ;;
         resume) # which stops after 5 steps and goes on with half the ranks

@@ -62,6 +62,7 @@ OWN = {
 BAD_FLAGS = ("--batch 7 --accum 2", "--width 50", "--size huge", "--no-such-flag", "extra")
 AHEAD = ("--prefetch 0", "--prefetch 7", "--no-reshard")
 AS_DDP = "--optim sgd --clip inf"
+EXACT_CHOICE = "--dtype fp64"  # of experts: in fp32 two scores may be equal up to rounding
 BAD_SPLITS = ("--heads 9", "--context 15")
 BAD_RINGS = ("--cp 3", "--context 15", "--order zigzag --kind ulysses")
 
@@ -130,8 +131,9 @@ def test_losses_norms_and_weights_are_single_pys_and_bytes_the_docstrings_formul
 @pytest.mark.parametrize("lesson", LESSONS[1:], ids=NAMES[1:])
 def test_with_its_defaults_on_8_ranks_a_lesson_is_single_py_to_the_last_printed_digit(lesson):
     alone = lesson.name == "diloco"  # by default another algorithm, and norms are the ranks' own
-    plain, _ = oracle(lesson.name, f"--steps 2 {AS_DDP * alone}")
-    own, _ = train(lesson.name, 8, f"--steps 2 {AS_DDP * alone}")
+    flags = f"--steps 2 {AS_DDP * alone} {EXACT_CHOICE * (lesson.name == 'expert_parallel')}"
+    plain, _ = oracle(lesson.name, flags)
+    own, _ = train(lesson.name, 8, flags)
     for key, digits in (("losses", 4), ("grad_norms", 3))[: 2 - alone]:
         assert apart(own[key], plain[key]) < 0.5 * 10**-digits, f"{key} differ"
 
@@ -179,12 +181,12 @@ RACES += [f"pipeline_v --accum 4 --layers 4 --schedule {schedule}" for schedule 
 
 @on_ranks(2)
 def check_peers(run):
-    """Weights are those of PyTorch's own modules, which bench/bench.py has beside the lesson."""
+    """Weights are those of PyTorch's own modules, which bench/bench.py races (DeepSpeed has no fp64)."""
     name, *own = run.split()
     flags = f"{TINY} --dtype fp64 --accum 3 --clip 0.5 --lr 0.01".split()
     beside = ["zero2"] if name == "zero1" else []
     race = load("bench/bench").Race(name, SimpleNamespace(also=[], beside=beside), [*flags, *own])
-    titles = [*race.ours, *(title for title, build in race.peers.items() if build)]
+    titles = [*race.ours, *(title for title in race.peers if "DeepSpeed" not in title)]
     assert len(titles) > 2, "no peer but the lesson on a part of the batch"
     with TemporaryDirectory() as folder:
         assert race.compare(titles, folder) < 1e-12, f"not the weights of {titles}"
@@ -319,7 +321,7 @@ def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
         folder.mkdir()
         name, size, flags, own = draw(chance, folder)
         try:
-            flags += f" {AS_DDP}" * (name == "diloco")
+            flags += f" {AS_DDP}" * (name == "diloco") + f" {EXACT_CHOICE}" * (name == "expert_parallel")
             steps = steps_of(name, size, f"{flags} {own}")
             if steps:
                 alone, more = (name, own) if name in OWN_RUN else ("single", "")

@@ -10,6 +10,7 @@ from test_all import NAMES
 from tests.harness import ROOT
 
 os.chdir(ROOT)  # paths in the tests' flags are relative
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests run on the CPU, where there are GPUs, too
 
 
 def pytest_addoption(parser):

@@ -78,7 +78,7 @@ def check_clock(name):
         (dist.send if late else dist.recv)(torch.ones(2), 1 - dist.get_rank())
         lesson.print_step()
     ms = clock.measured(1)
-    assert 0.4 < ms["idle"] / ms["sum"] < 0.6 and ms["sum"] >= 200, f"idle for another time: {ms}"
+    assert 0.3 < ms["idle"] / ms["sum"] < 0.7 and ms["sum"] >= 200, f"idle for another time: {ms}"
 
 
 def simulated(lesson_name, ranks, rank, flags, backend):

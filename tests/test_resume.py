@@ -154,7 +154,7 @@ def test_two_hosts_print_single_pys_losses():
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux, and root for py-spy")
 def test_where_names_the_rank_that_is_not_with_the_others(tmp_path):
-    old, new = "dist.all_reduce(loss)", "rank == 1 and time.sleep(20) or dist.all_reduce(loss)"
+    old, new = "dist.all_reduce(loss)", "rank == 1 and time.sleep(200) or dist.all_reduce(loss)"
     (tmp_path / "odd.py").write_text((ROOT / "ddp.py").read_text().replace(old, new))
     command = [*TORCHRUN, "--nproc_per_node=3", str(tmp_path / "odd.py"), *FLAGS.split()]
     where = [sys.executable, ROOT / "tools/where.py"]

@@ -35,10 +35,16 @@ def check_orders(name, deaths=1):
 def launched(name, flags, signals=(), code=0):
     """Launch a job, send signals, (kind, worker, when), and hold that it ends, with single.py's weights."""
     _, weights = train("single", 1, SHAPE)
-    survive, pids = load(name), {}
+    survive, pids, stores = load(name), {}, []
     survive.print = lambda line, **_: pids.update([map(int, re.findall(r"\d+", line))])
+    survive.dist = mock.Mock(wraps=dist, DistNetworkError=dist.DistNetworkError)
+    survive.dist.TCPStore = lambda *args, **options: (
+        stores.append(dist.TCPStore(*args, **options)) or stores[0]
+    )
 
     def send(kind, worker):
+        while kind == signal.SIGSTOP and not (stores and stores[0].check(["1/now"])):
+            time.sleep(0.01)  # for one that hangs before all have met the others wait five minutes
         with suppress(ProcessLookupError, KeyError):
             os.kill(pids[worker], kind)
 
