@@ -62,7 +62,8 @@ def line(name, result, difference, verdict):
 
 def error_in(output):
     """The line that says why a command ended; of several ranks' the first."""
-    errors = [line for line in ERROR.findall(output) if "ChildFailedError" not in line]
+    others = ("ChildFailedError", "Exception raised from")  # which repeat what another line says
+    errors = [line for line in ERROR.findall(output) if not any(other in line for other in others)]
     return (errors or output.split("\n")[-2:-1] or ["ended without a word"])[0][:200]
 
 

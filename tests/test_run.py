@@ -1,0 +1,127 @@
+"""run.sh on machines that lack something, and tools/compare.py's verdicts."""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.harness import ROOT, holds, load, mutants
+
+# A python3 of some version that lacks some module; its venv has pip, whose install brings all.
+FAKE = """#!/bin/sh
+echo "$@" >>"$LOG"
+case "$*" in
+-V) echo "Python $VERSION" ;;
+"-m venv --clear .venv") rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python && touch .venv/pip ;;
+"-m pip"*) touch .venv/installed ;;
+-c*) exec "$REAL" -c "$BEGIN" "$0" "$2" ;;
+esac
+"""
+BEGIN = """import importlib.util, os, sys
+_, path, code = sys.argv
+sys.version_info = tuple(map(int, os.environ["VERSION"].split(".")))
+in_venv = path.startswith(".venv")
+if in_venv and not os.path.exists(".venv/pip"):
+    sys.modules["pip"] = None
+if os.environ["LACKS"]:
+    sys.modules[os.environ["LACKS"]] = None
+importlib.util.find_spec = lambda name: in_venv and os.path.exists(".venv/installed") or None
+exec(code)
+"""
+
+
+@pytest.mark.parametrize("version, lacks, venv, code, told", [
+    ("3.10.4", "", None, 2, "run.sh: needs Python 3.11 or later, but python3 is: Python 3.10.4"),
+    ("3.12.1", "ensurepip", None, 2, "run.sh: python3 has no venv: apt install python3-venv"),
+    ("3.12.1", "", None, 0, "-m pip install --quiet --requirement requirements-dev.txt"),
+    ("3.12.1", "", "no pip", 0, "-m venv --clear .venv"),
+])  # fmt: skip
+def test_run_sh_sets_up_or_says_in_one_line_what_is_missing(version, lacks, venv, code, told, tmp_path):
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    folder = tmp_path / "a path with spaces"
+    for place in ["python3", *(["../.venv/bin/python"] if venv else [])]:
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text(FAKE)
+        (folder / place).chmod(0o755)
+    (folder / "python").symlink_to("python3")
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "VERSION": version, "LACKS": lacks}
+    env |= {"LOG": str(tmp_path / "log"), "REAL": sys.executable, "BEGIN": BEGIN}
+    command = ["bash", "./run.sh", "lint"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    lines = (tmp_path / "log").read_text().splitlines() + done.stderr.splitlines()
+    assert told in lines and done.returncode == code, (lines, done)
+    assert code == 0 or len(done.stderr.splitlines()) == 1
+
+
+NEWER = r"mapfile|readarray|declare -[An]|local -n|\[ -v |\{\w+(,,|\^\^|@)|&>>|\|&|wait -n|coproc"
+GNU = r"\b(timeout|realpath|nproc|readlink|seq|stat|tac|setsid|sed -[ir]|grep -P|date -d|cp -t)\b"
+
+
+def test_run_sh_asks_for_no_bash_4_and_no_gnu_tools():
+    for number, line in enumerate((ROOT / "run.sh").read_text().splitlines(), 1):
+        code = line.partition("# ")[0]
+        found = re.search(f"{NEWER}|{GNU}", code)
+        assert not found or "bench/hosts.sh" in code, f"run.sh:{number}: {found[0]}"  # which is for Linux
+
+
+def check_verdicts(path):
+    """What tools/compare.py says of weights that differ as rounding has them, and of others."""
+    compare, draw = load(path), torch.Generator().manual_seed(0)
+    plain = torch.randn(1000, generator=draw, dtype=torch.float64)
+
+    def run(apart, losses=(5.0, 4.0), dtype="fp32", name="w"):
+        weights = {name: plain + apart * torch.randn(1000, generator=draw)}
+        return {"dtype": dtype, "losses": [*losses]}, weights
+
+    single, split = run(0), run(1e-5)
+    loss = {"fp64": 1e-8, "fp32": 2e-4, "bf16": 3e-2}
+    for dtype, share in itertools.product(compare.WEIGHTS, (0.7, 2)):
+        verdict = compare.compare(run(share * compare.WEIGHTS[dtype], dtype=dtype), single, None)[1]
+        assert verdict == ("same" if share < 1 else "FAILED: weights differ"), f"without a split run: {dtype}"
+        verdict = compare.compare(run(0, (5.0, 4 + loss[dtype]), dtype), single, None)[1]
+        assert verdict == "FAILED: losses differ", f"a loss of {dtype}"
+    verdicts = [compare.compare(run(apart), single, split)[1] for apart in (3e-5, 6e-5)]
+    assert verdicts == ["same", "FAILED: weights differ"], "beside a split run"
+    assert compare.compare(run(0, (5.0, 4.0003)), single, run(0, (5.0, 4.0001)))[1] == "same", "a split loss"
+    assert compare.compare(run(0, (4.0,)), single, None)[1] == "same", "resume.py has the last losses only"
+    assert compare.compare(run(0, ()), single, None)[1] == "FAILED: losses differ", "no losses"
+    assert compare.compare(run(float("nan")), single, split)[1] == "FAILED: weights differ", "nan"
+    assert "other names" in compare.compare(run(0, name="v"), single, None)[1]
+
+
+def check_reasons(path):
+    reason_of = {
+        "Exception raised from throwTimeoutError at socket.cpp:1\nDistNetworkError: no host vm": "no host vm",
+        "x.ChildFailedError:\nTraceback\n[rank1]: ValueError: 7\nKeyError: 8": "ValueError: 7",
+        "exit code 1\n": "exit code 1",
+        "": "ended without a word",
+    }
+    for output, reason in reason_of.items():
+        assert load(path).error_in(output).endswith(reason), f"another reason than {reason}"
+
+
+test_verdicts_are_right = holds("tools/compare", check_verdicts, check_reasons)
+MUTANTS = [
+    ("MARGIN * losses_split, LOSSES[dtype]", "MARGIN * losses_split, 1", check_verdicts, "a loss of"),
+    ("MARGIN * losses_split, LOSSES", "0, LOSSES", check_verdicts, "a split loss"),
+    ("MARGIN * weights_split, WEIGHTS", "0, WEIGHTS", check_verdicts, "beside a split run"),
+    ("MARGIN = 4", "MARGIN = 40", check_verdicts, "beside a split run"),
+    (".square().mean().sqrt()", ".mean().abs()", check_verdicts, "without a split run"),
+    ("not weights <=", "weights >", check_verdicts, "nan"),
+    (" or [math.nan]", " or [0]", check_verdicts, "no losses"),
+    ("zip(reversed(result[\"losses\"]), reversed(plain_result[\"losses\"]))",
+     "zip(result[\"losses\"], plain_result[\"losses\"])", check_verdicts, "the last losses only"),
+    ('"Exception raised from"', '"nothing"', check_reasons, "no host vm"),
+    ('"ChildFailedError"', '"nothing"', check_reasons, "ValueError: 7"),
+]  # fmt: skip
+test_a_mutant_is_rejected = mutants(MUTANTS, "tools/compare")
+
+
+def test_paths_are_found_from_another_folder(tmp_path):
+    done = subprocess.run([ROOT / "run.sh", "no_such_lesson"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "no lesson 'no_such_lesson'" in done.stderr and os.listdir(tmp_path) == []
