@@ -23,7 +23,7 @@ Costs (bytes that a rank of a ring sends in a step; a save sends a few numbers)
 
 Run
     torchrun --nproc_per_node=4 resume.py --checkpoint runs/c --every 5    (then on 2, with --steps 40)
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    (else torch's restarted ranks connect to the dead ones)
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    (else a death costs two restarts)
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint runs/xl
 
 Left out

@@ -26,8 +26,8 @@ Run
     torchrun --nproc_per_node=8 survive.py                    plain data parallelism: a death ends the job
 
 Left out
-    Overlap, buckets (ddp.py); shards, which would need copies; launchers on several hosts, a store that
-    outlives its own. NCCL among the workers: it raises no error for a death; a watchdog ends the process.
+    Overlap, buckets (ddp.py); shards, which would need copies; launchers on several hosts. NCCL among the
+    workers: it raises no error for a death. Nor does gloo on macOS: each death costs --timeout there.
 """
 
 import argparse
