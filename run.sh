@@ -2,7 +2,7 @@
 # ./run.sh                 run every lesson on real text and hold each against single.py: a line each, more in runs/
 # ./run.sh ddp ...         only these
 # ./run.sh test [LESSON]   the tests, or those of a lesson (what else follows goes to pytest)
-# ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd, and a hundred random deaths
+# ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; all that the tests take samples of
 # ./run.sh lint            ruff, and each file beside its budget
 # ./run.sh site            the lessons as pages, in docs/site
 # ./run.sh films [LESSON]  what each rank does in a step, for these pages; as root on Linux over links of 1 Gbit/s
@@ -85,7 +85,7 @@ fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
     export OMP_NUM_THREADS=1 FUZZ="${2:-$RANDOM} ${3:-200}"
     say "Seed and runs: $FUZZ"
-    exec "$python" -m pytest -vv test_all.py tests/test_survive.py -k test_random
+    exec "$python" -m pytest -vv test_all.py tests/test_{survive,learn}.py -k "random or two_deaths or exercises"
     ;;
 lint)
     set_up requirements-dev.txt "ruff"

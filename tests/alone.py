@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
+from watch import tensors_in
 
 from tests.harness import load
 
@@ -28,10 +28,6 @@ COLLECTIVES += ["send", "recv", "isend", "irecv"]
 
 Launch = namedtuple("Launch", "name group given made peer batch options where")
 Message = namedtuple("Message", "op tensor group group_peer")
-
-
-def tensors_in(tree):
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Work:

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache, partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -59,8 +60,10 @@ def check(name, size=3, own="", torchs=False, flags=f"{EXACT} --batch 72 --accum
     assert apart(numbers, expected(flags, torchs, adjust)) < tolerance, "numbers differ"
 
 
-@pytest.mark.parametrize("own", ["", "--gather", "--gather --adjust-lr-fn original"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+WAYS = ["", "--gather", "--gather --adjust-lr-fn original"]
+
+
+@pytest.mark.parametrize("size, own", [*product([1, 2, 3, 4], WAYS), (8, "")])
 def test_training_is_that_of_one_process(size, own):
     check("muon", size, own, flags=f"{EXACT} --batch 24")
     check("muon", size, own)

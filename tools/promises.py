@@ -7,6 +7,7 @@ python tools/promises.py              what shows of each of the tests' mutants, 
 import ast
 import faulthandler
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -83,6 +84,7 @@ def watched(path, flags):
 
 def be_rank(path, rank, size, flags, folder):
     """In a process of its own: run a file as this rank, and write what was seen to folder/RANK.json."""
+    gc.freeze()  # tools/watch.py looks through all objects; these were imported
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     faulthandler.register(signal.SIGUSR1, open(folder / f"{rank}.stack", "w"))  # noqa: SIM115
     sys.stdout = sys.stderr = open(folder / f"{rank}.said", "w+")  # noqa: SIM115

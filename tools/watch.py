@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 # {what the operator's name contains: (collective, passes round the ring)}
@@ -28,7 +27,11 @@ COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
 
 
 def tensors_in(tree):
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """The tensors in lists, tuples and dicts. (pytree's way takes a third of a watched step.)"""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def owner_of(tensor):
@@ -149,7 +152,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if self.on is not False and function.namespace != "prim":  # a question about a fake tensor
+        unseen = self.on is False or (self.on is None and not getattr(self.here, "name", None))
+        if not unseen and function.namespace != "prim":  # a question about a fake tensor
             with self.lock:
                 self.see(function, tensors_in((args, kwargs)), tensors_in(result), args)
                 if self.on and not getattr(self.here, "name", None):
