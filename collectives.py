@@ -47,8 +47,6 @@ def exchange(given, to, received, source, group):
     ops = []
     for op, x, peer in (dist.irecv, received, source), (dist.isend, given, to):
         if x is not None:
-            if x.is_cuda and dist.get_backend(group) == "gloo":
-                refuse("fewer GPUs than ranks, and gloo cannot send CUDA tensors: use --device cpu")
             peer %= dist.get_world_size(group)
             ops.append(dist.P2POp(op, x, group=group, group_peer=peer))
     for work in dist.batch_isend_irecv(ops):
@@ -277,9 +275,10 @@ def set_up(config, choices="", replicas=None):  # check, and join the world; ret
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
-        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        if 0 < gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **alone)
+        dist.init_process_group("nccl" if gpus else "gloo", **alone)
     if dist.get_rank() == 0:
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
         batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"

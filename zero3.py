@@ -360,9 +360,10 @@ def set_up(config, choices="", replicas=None):  # check, and join the world; ret
     device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     torch.cuda.set_device(device if gpus else -1)  # -1: none
     if not dist.is_initialized():
-        backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "gloo"
+        if 0 < gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **alone)
+        dist.init_process_group("nccl" if gpus else "gloo", **alone)
     if dist.get_rank() == 0:
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
         batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"

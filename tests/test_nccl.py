@@ -1,19 +1,22 @@
 """Every lesson as on GPUs, without one: its streams on a pretended GPU, and the order that NCCL needs."""
 
 import gc
+import os
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from test_all import LESSONS
 from tests import nccl_order
-from tests.harness import FORK, ROOT, TINY, holds, mutants
+from tests.harness import FORK, ROOT, TINY, holds, load, mutants
 from tests.streams import Streams
 from tests.test_pipeline import SCHEDULES, V
 
@@ -144,6 +147,53 @@ def test_ranks_meet_in_the_order_that_nccl_needs(name):
     together(in_order, name, orders(name))
 
 
+def set_up_with(path, gpus, ranks, rank, hostid):
+    """What a rank of so many on a host with so many GPUs sets up: (device, backend, NCCL_HOSTID)."""
+    lesson = load(path)
+    env = {"RANK": 8 + rank, "WORLD_SIZE": 16, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    cuda = mock.patch.multiple(torch.cuda, device_count=lambda: gpus, set_device=mock.Mock())
+    world = {"is_initialized": lambda: False, "get_rank": lambda: 1, "init_process_group": mock.Mock()}
+    with cuda, mock.patch.multiple(dist, **world), mock.patch.dict(os.environ):
+        os.environ.pop("NCCL_HOSTID", None)
+        os.environ.update({key: str(value) for key, value in env.items()})
+        os.environ.update({"NCCL_HOSTID": hostid} if hostid else {})
+        device, _ = lesson.set_up(lesson.parse(["--batch", "64"]))
+        return str(device), *dist.init_process_group.call_args[0], os.environ.get("NCCL_HOSTID")
+
+
+def check_shared(path):
+    """With fewer GPUs than ranks on a host NCCL takes each rank for a host, unless the user knows better."""
+    for gpus, ranks, given in (
+        (0, 4, None),
+        (1, 1, None),
+        (1, 4, None),
+        (2, 4, None),
+        (4, 4, None),
+        (1, 2, "a"),
+    ):
+        for rank in range(ranks):
+            device, backend, hostid = set_up_with(path, gpus, ranks, rank, given)
+            where = f"{gpus} GPUs, {ranks} ranks"
+            assert device == (f"cuda:{rank % gpus}" if gpus else "cpu"), f"{where}: another device"
+            assert backend == ("nccl" if gpus else "gloo"), f"{where}: another backend"
+            expected = given or (str(8 + rank) if 0 < gpus < ranks else None)
+            assert hostid == expected, f"{where}: another host"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_ranks_that_share_a_gpu_meet_over_nccl(name):
+    check_shared(name)
+
+
+SHARED = [
+    ('os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])', "pass", check_shared, "another host"),
+    ('.setdefault("NCCL_HOSTID", os.environ["RANK"])', '["NCCL_HOSTID"] = os.environ["RANK"]',
+     check_shared, "another host"),
+    ("if 0 < gpus < int", "if gpus < int", check_shared, "0 GPUs, 4 ranks: another host"),
+    ("if 0 < gpus < int", "if 0 < gpus <= int", check_shared, "1 GPUs, 1 ranks: another host"),
+    ('"nccl" if gpus else "gloo"', '"gloo"', check_shared, "another backend"),
+]  # fmt: skip
+test_a_mutant_is_rejected_where_ranks_share_a_gpu = mutants(SHARED, "zero3")
 check_order = partial(together, in_order)
 check_gpu = partial(together, on_gpu)
 check_dropped = partial(together, on_gpu, rows=[(2, 1, 3, "--dtype bf16", no_grad)])

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from test_all import check_ledger, check_parity, refused
-from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, world
+from test_all import check_ledger, check_parity
+from tests.harness import apart, error_of, holds, load, mutants, on_ranks
 from tools.watch import Watch, noted
 
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("1f1b", "zb-h1", "zb-h2")}
@@ -217,19 +217,6 @@ def check_held_by(name, schedule_name, m=9):
 def check_held(name):
     for schedule in (SCHEDULES | V)[Path(name).stem]:
         check_held_by(name, schedule)
-
-
-def refused_with_one_gpu(name):
-    """On a rank of two, on a host with one GPU."""
-    gpu = {"device_count": lambda: 1, "set_device": mock.Mock()}
-    with mock.patch.multiple(torch.cuda, **gpu), mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
-        return refused(name, TINY)
-
-
-@pytest.mark.parametrize("name", ["pipeline", "zero_bubble", "pipeline_v", "parallel_3d"])
-def test_fewer_gpus_than_ranks_are_refused_as_gloo_cannot_send_their_tensors(name):
-    (code, lines), other = world(2).run(refused_with_one_gpu, name)
-    assert code == 2 and other == (2, []) and len(lines) == 1 and "use --device cpu" in lines[0]
 
 
 test_each_promise_is_kept = holds(SCHEDULES, check_schedules, check_bubbles, check_layers, check_held)
