@@ -34,6 +34,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -63,8 +64,9 @@ class DDP(nn.Module):
         self.units = []
         for params in fill_buckets(module, bucket_cap_mb):
             unit = Unit(params, group)
+            unit.hook = partial(self._gradient_ready, unit)
             for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
+                weight.register_post_accumulate_grad_hook(proxy(unit.hook))  # a strong one is never freed
             self.units.append(unit)
 
     def forward(self, *args, **kwargs):

@@ -40,6 +40,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -160,9 +161,10 @@ class Unit:
             self.cuts = [0] * owner + [len(self.flat_param)] * (self.world_size - 1 - owner)
         part = self.part_of(self.flat_param)
         self.shard = nn.Parameter(part.to(torch.promote_types(part.dtype, torch.float32)))
+        self.hook = self.gradient_ready
         for weight, view in zip(params, unflatten(self.flat_param, params)):
             weight.data = view
-            weight.register_post_accumulate_grad_hook(self.gradient_ready)
+            weight.register_post_accumulate_grad_hook(proxy(self.hook))  # a strong one is never freed
         self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
         self.all_gather_works = []
         self.reduce_works = []

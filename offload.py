@@ -128,8 +128,9 @@ class Unit:  # its weights: on the device a flat vector, on the host this rank's
         self.step_job.result()  # before the first forward replaces the weights it reads
         self.reduce_job = None  # its result: the square of the norm of gradients
         self.reshard()
+        self.hook = self.start_reduce
         for weight in weights:
-            weight.register_post_accumulate_grad_hook(self.start_reduce)
+            weight.register_post_accumulate_grad_hook(weakref.proxy(self.hook))  # a strong one is never freed
 
     def init_host_state(self):  # in the host's thread, whose tensors SimulatedDevice does not count
         flat = F.pad(parameters_to_vector(self.weights).detach(), (0, self.padding))

@@ -1,6 +1,7 @@
 """The promises that every lesson keeps. What is special to one, and its mutants, is in tests/."""
 
 import ast
+import gc
 import itertools
 import os
 import random
@@ -170,6 +171,26 @@ def optimizers_made(name, flags):
 def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
     made = world(lesson.worlds[0]).run(optimizers_made, lesson.name, f"{TINY} --lr 0.5 --dtype {dtype}")[0]
     assert made and all(options == {"lr": 0.5, "fused": True} for options in made)
+
+
+def held_after(name, flags):
+    """On a rank: the bytes of all tensors that are left of a lesson that has ended."""
+    lesson = load(name)
+    lesson.train(lesson.parse(flags.split()))
+    del lesson
+    gc.collect()
+    return sum(thing.nbytes for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+
+
+def check_freed(name, size=2):
+    size, flags = crew(name, size, f"{TINY} --dtype bf16")
+    left = max(world(size).run(held_after, name, flags))
+    assert left < 60_000, f"{left} bytes are left"  # of weights of 180 kB; gloo may hold what it sent last
+
+
+@every_lesson
+def test_what_a_lesson_held_is_free_when_it_has_ended(lesson):
+    check_freed(lesson.name, min(2, lesson.worlds[-1]))
 
 
 RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]

@@ -36,6 +36,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -69,8 +70,9 @@ class ZeRO1(nn.Module):
             unit = Unit(module, params, group)
             unit.shard.kind = kind
             submodule.register_forward_pre_hook(unit.wait_for_unshard, prepend=True)
+            unit.hook = partial(self._gradient_ready, unit)
             for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
+                weight.register_post_accumulate_grad_hook(proxy(unit.hook))  # a strong one is never freed
             self.units.append(unit)
         self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
         module.register_forward_pre_hook(self._begin_forward, prepend=True)

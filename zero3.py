@@ -40,6 +40,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -76,8 +77,9 @@ class ZeRO3(nn.Module):
             unit.shard.kind = kind
             submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
             submodule.register_forward_hook(partial(self._post_forward, unit))
+            unit.hook = partial(self._gradient_ready, unit)
             for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
+                weight.register_post_accumulate_grad_hook(proxy(unit.hook))  # a strong one is never freed
             self.units.append(unit)
         for unit in self.units[-1 - prefetch :]:
             unit.reshard_after_forward = False  # backward begins with these

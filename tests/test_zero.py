@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from test_all import check_ledger, check_masters, check_parity
+from test_all import check_freed, check_ledger, check_masters, check_parity
 from tests.harness import apart, error_of, holds, load, mutants, on_ranks
 
 STAGES = ("zero1", "zero2", "zero3")
@@ -325,5 +325,8 @@ MUTANTS = [
     ("zero3", "self.units[i::direction]", "self.units[i:]", check_timeline, "another order"),
     ("zero1 zero2 zero3", "self.reducing.finish_reduce()", "pass", check_timeline, "another order"),
     ("zero1 zero2", "unit.wait_for_unshard, prepend=True", "unit.wait_for_unshard", check_timeline, "early"),
+    ("ddp zero1 zero2 zero3 hsdp", "proxy(unit.hook)", "unit.hook", check_freed, "bytes are left"),
+    ("muon", "proxy(self.hook)", "self.hook", check_freed, "bytes are left"),
+    ("offload", "weakref.proxy(self.hook)", "self.hook", check_freed, "bytes are left"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)
