@@ -10,7 +10,8 @@
 Lessons come first, then flags: those below, and the lessons' own (--size, --batch, --dtype, --device ...).
 
 First all train three steps and must end in equal weights. Then rounds, each begun by another one: each runs
---steps (3) steps. The lesson is its own train(), unmodified, in a thread that waits for its turns. A line
+--steps (3) steps. The lesson is its own train(), unmodified, in a thread that waits for its turns. All get
+the same batches, made once, and peers add up the ranks' losses at a step's end where the lesson does. A line
 shows the median time of a step, and the ratio of the lesson's time to it: median, least and greatest over the
 rounds; below 1 the lesson was faster. Then each runs in processes of its own: "live" is the most bytes
 allocated after any operator of its third step, "process" the most that the process took.
@@ -26,6 +27,7 @@ import ctypes
 import datetime
 import gc
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -79,12 +81,14 @@ class Ours:
         self.may_go = threading.Semaphore(0)
         self.has_stopped = threading.Semaphore(0)
         self.error = None
-        microbatches = self.lesson.microbatches
+        microbatches, made = self.lesson.microbatches, {}
 
         def begin(config, text, step, *more):
             self.has_stopped.release()
             self.may_go.acquire()
-            return microbatches(config, text, 1, *more)
+            if more not in made:
+                made[more] = list(microbatches(config, text, 1, *more))
+            return iter(made[more])
 
         self.lesson.microbatches = begin
         self.lesson.print_step = lambda *_: None
@@ -137,6 +141,7 @@ class Race:  # the contenders of one lesson on this rank
         part = self.config.batch // dist.get_world_size() // self.config.accum
         self.part = [(inputs[:part], targets[:part]) for inputs, targets in self.batches]
         self.alone = ALONE
+        self.adds_losses = "dist.all_reduce(loss)" in inspect.getsource(self.lesson)
         self.ours = {f"{name}.py": (name, own)}
         self.ours |= {f"{name}.py {shlex.join(more)}": (name, [*own, *more]) for more in bench.also}
         if name not in ("expert_parallel", "muon", "diloco"):  # which train another model, or otherwise
@@ -148,6 +153,11 @@ class Race:  # the contenders of one lesson on this rank
             name, own = self.ours[title]
             return Ours(name, [*own, "--steps", str(steps), *more])
         return self.peers[title](self.lesson, self.config, self.device)
+
+    def step(self, title, entry):
+        entry.step(self.part if title == self.alone else self.batches)
+        if self.adds_losses and title != self.alone and title not in self.ours:
+            dist.all_reduce(torch.zeros((), device=self.device))
 
     def weights(self, title, folder):
         """After three steps."""
@@ -187,7 +197,7 @@ class Race:  # the contenders of one lesson on this rank
                 finish(self.device)
                 before, started = bytes_sent(), clock()
                 for _ in range(self.config.steps):
-                    entries[title].step(self.part if title == self.alone else self.batches)
+                    self.step(title, entries[title])
                 finish(self.device)
                 numbers = [1e3 * (clock() - started), bytes_sent() - before]
                 numbers = torch.tensor(numbers, dtype=torch.double, device=self.device) / self.config.steps
@@ -204,8 +214,9 @@ class Race:  # the contenders of one lesson on this rank
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
             self.three_steps(title, contextlib.nullcontext())
-            live = torch.cuda.max_memory_allocated(self.device)
+            live = torch.cuda.max_memory_allocated(self.device) - before
         else:
             before, meter = heap(), HeapPeak()
             self.three_steps(title, meter)
@@ -392,7 +403,9 @@ def parse(words):
 
 def main(bench):
     for name, more in itertools.product(bench.lessons, [[], *bench.also]):
-        load(name).parse([*bench.flags, *OWN_FLAGS.get(name, []), *more])  # which refuses bad flags at once
+        config = load(name).parse([*bench.flags, *OWN_FLAGS.get(name, []), *more])  # which refuses bad flags
+        if config.batch < bench.ranks * config.accum:
+            refuse(f"--batch {config.batch}: must be at least ranks x --accum, {bench.ranks * config.accum}")
     made = {"date": datetime.datetime.now().isoformat(" ", "minutes"), "torch": torch.__version__}
     made |= {"command": shlex.join(sys.argv), "flags": bench.flags, "lessons": {}}
     made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"}

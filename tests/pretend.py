@@ -182,7 +182,8 @@ class Gpu(TorchDispatchMode, Rank):
             "current_stream": self.stream,
             "set_device": partial(setattr, self, "current_device"),
             "synchronize": lambda device: self.host_waits("synchronize"),
-            "max_memory_allocated": lambda device: 0,
+            "max_memory_allocated": lambda device: 9,
+            "memory_allocated": lambda device: 4,
             "reset_peak_memory_stats": lambda device: None,
             "device": nullcontext,
         }

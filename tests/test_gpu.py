@@ -18,14 +18,22 @@ from tests.streams import Streams
 def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name="zero3"):
     gpu, flags, tensor = Streams(ROOT / f"{name}.py", 1, 2), [*TINY.split(), "--steps=2"], torch.tensor
     peers = SimpleNamespace(ALONE="", peers_of=lambda _: {})
-    seen = patch("torch.tensor", lambda x, device="cpu", **more: tensor(x, **more).to(device))  # as operators
+    made = []
+
+    def as_operators(x, device="cpu", **more):
+        made.append(x)
+        return tensor(x, **more).to(device)
+
+    seen = patch("torch.tensor", as_operators)
     with gpu.world(), seen, patch("contextlib.redirect_stdout"), patch.dict(sys.modules, peers=peers):
         ledger, bench = load("tools/ledger", gpu.device), load("bench/bench", gpu.device)
         lesson, bench.load = gpu.load_lesson(), lambda name: gpu.load_lesson()
         config = lesson.parse(flags)
         assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"
         race = bench.Race(name, SimpleNamespace(rounds=1, also=[], beside=[], host=False), flags)
-        assert race.memory(f"{name}.py") and race.run("")["rows"]
+        assert race.memory(f"{name}.py") and made[-1][0] == 9 - 4, "what was there before belongs to others"
+        assert race.run("")["rows"]
+        assert race.adds_losses
         with pytest.raises(SystemExit):
             bench.Ours(name, [*flags, "--batch=5"])  # and nobody waits for it
 
