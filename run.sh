@@ -124,6 +124,9 @@ for lesson; do
     refuse "no lesson '$lesson'; choose from: ${LESSONS[*]}"
 done
 
+if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then # they take turns on a GPU: see docs/one_gpu.md
+    export NCCL_ALGO=${NCCL_ALGO:-Ring} NCCL_PROTO=${NCCL_PROTO:-Simple}
+fi
 flags=(--batch $((4 * ranks)) --steps 10 ${FLAGS:-}) # the same text, batches and steps for all
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 torchrun="$python $torchrun"

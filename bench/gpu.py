@@ -10,8 +10,11 @@ computes ran none, and in which no stream did. Then gpt2 and gpt2-xl in bf16 thr
 peers as in bench/bench.py. What fails, or no longer fits into the time, is a row that says so.
 MFU: 6P + 12Lhs FLOPs per token (P parameters, L layers, width h, context s; PaLM, arXiv 2204.02311, appendix
 B; recomputation does not count) over the GPUs' dense bf16 peak. ratio: the lesson's time over the row's, then
-its least and most. peak: what torch had allocated on a rank in three steps, with activations; formula:
-the docstring's, with activations if it has one. apart: weights after three steps from the lesson's.
+its least and most. peak: what torch allocated on a rank in three steps; formula: what a rank holds when
+backward begins, or in the optimizer's step, if more. apart: weights after three steps from the lesson's.
+
+With one GPU there are two tables of lessons: on one rank, and on four that share the GPU over NCCL (see
+docs/one_gpu.md), without times, as the ranks' kernels take turns.
 """
 
 import argparse
@@ -42,6 +45,7 @@ from compare import error_in
 
 MODELS = {"single": [], "ddp": ["torch DDP, defaults"], "zero1": [], "zero2": [], "zero3": ["FSDP2"]}
 MODELS |= {"fusion": [], "checkpointing": []}  # and their peers in bench/peers.py
+GRADIENTS = {"ddp": "wP", "zero1": "wP", "fusion": "2mP"}  # that are there before a backward
 SIZES, TOYS = {"gpt2": 8, "gpt2-xl": 4}, {"toy": 4}  # sequences of a rank
 # TFLOPS of dense bf16 products, from the vendor's data sheets; the first that fits
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989, "GH200": 989}
@@ -61,14 +65,23 @@ def measure(job):
     result = race.run(os.path.dirname(job["out"]))
     config, ranks = race.config, dist.get_world_size()
     config.shares = ranks  # of the batch
-    formulas = ledger.read_formulas(race.lesson, config)
     letters = ledger.letters_of(race.lesson, config, ranks, dist.get_backend())
-    held = [ledger.evaluate(formulas[name], letters) for name in ledger.HELD if name in formulas]
     flops = 6 * letters["P"] + 12 * config.layers * config.width * config.context
-    result |= {"peaks": peaks, "formula": sum(held), "flops": flops, "tokens": config.batch * config.context}
+    result |= {"peaks": peaks, "formula": peak_of(race.lesson, config, letters), "flops": flops}
+    result |= {"tokens": config.batch * config.context}
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result))
     dist.barrier()
+
+
+def peak_of(lesson, config, letters):
+    """Bytes that a rank holds when a step's only backward begins, or in its step, if that is more."""
+    formulas = ledger.read_formulas(lesson, config)
+    name, own = lesson.__name__, [formulas["parameters"], formulas["optimizer"]]
+    activations = formulas.get("activations", "bs((16L+2)wh+(4L+2+aL+v)m)")  # checkpointing.py, --policy none
+    begin = [*own, activations, GRADIENTS.get(name, "0"), "0" if name == "fusion" else "2bsvm"]  # softmax
+    step = [*own, formulas["gradients"]]
+    return max(sum(ledger.evaluate(each, letters) for each in part) for part in (begin, step))
 
 
 def run(command, limit=360, ranks=1, **environment):
@@ -102,9 +115,9 @@ def stop(process):
                 process.wait(40)
 
 
-def against_single(config):
+def against_single(config, ranks):
     """The lines of ./run.sh's table."""
-    output, problem = run(["./run.sh", *config.lessons], 720, NPROC=str(config.ranks), LIMIT="90")
+    output, problem = run(["./run.sh", *config.lessons], 720, NPROC=str(ranks), LIMIT="90")
     return [*filter(None, output.splitlines()), *([f"./run.sh: {problem}"] if problem else [])]
 
 
@@ -228,7 +241,10 @@ def main():
     made = {"rehearsal": config.rehearse, "date": datetime.datetime.now().isoformat(" ", "minutes")}
     made["machine"] = f"{gpus} x {gpu}, {os.cpu_count()} cores, torch {torch.__version__}, NCCL {nccl}"
     made |= {"peak": config.tflops, "sequences": config.sizes, "models": {}}
-    made |= {"lessons": against_single(config), "gaps": traced(config, next(iter(config.sizes)))}
+    made["lessons"] = against_single(config, config.ranks)
+    if gpus == config.ranks == 1:
+        made["lessons"] += ["", "Four ranks that share the GPU:", "", *against_single(config, 4)]
+    made["gaps"] = traced(config, next(iter(config.sizes)))
     for size in config.sizes:
         made["models"][size] = []
         for lesson in [name for name in MODELS if name in (config.lessons or MODELS)]:

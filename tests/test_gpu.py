@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.harness import ROOT, TINY, load
+from tests.harness import ROOT, TEXT, TINY, load, world
 from tests.streams import Streams
 
 
@@ -53,6 +53,21 @@ def test_a_rehearsal_writes_every_part_and_says_what_it_is_in_every_line(tmp_pat
     assert [ours["title"], peer["title"]] == ["zero3.py", "FSDP2"] and 0 <= peer["apart"] < 0.01
     assert ours["MFU %"] == pytest.approx(ours["tokens/s"] * (6 * 420480 + 12 * 8 * 64 * 64) / 1e9)
     assert ours["formula GB"] < ours["peak GB"] < 3 * ours["formula GB"] and 0 < made["gaps"]["compute"] < 1
+
+
+def peak_here(name, flags):
+    """On a rank: (bytes of all tensors at a step's peak, what bench/gpu.py's formula has)."""
+    lesson, ledger, tool = load(name), load("tools/ledger"), load("bench/gpu")
+    config = lesson.parse(flags.split())
+    result = ledger.result_of(lesson, config, *ledger.run(lesson, config))
+    return result["peak_bytes"], tool.peak_of(lesson, config, ledger.letters_of(lesson, config, 1, "nccl"))
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "zero1", "zero2", "zero3"])
+def test_the_formula_of_a_peak_is_what_tensors_take(name):
+    flags = f"--size small --dtype bf16 --steps 2 --batch 24 --data {TEXT}"
+    ((measured, formula),) = world(1).run(peak_here, name, flags)
+    assert measured == pytest.approx(formula, rel=0.01)
 
 
 def test_what_fails_is_a_row_and_time_is_counted_once():

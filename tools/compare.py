@@ -55,7 +55,7 @@ def line(name, result, difference, verdict):
     held = [[result["held"][part]] if part in result["held"] else [] for part in TITLES[4:8]]
     held = [megabytes(rows, "measured") for rows in held]
     sent = megabytes(result["sent"].values(), "wire")
-    ms = f"{statistics.median(result['step_ms']):.1f}"
+    ms = "-" if result.get("shares_gpu") else f"{statistics.median(result['step_ms']):.1f}"
     loss = f"{result['losses'][-1]:.4f}"
     return COLUMNS.format(name, result["world_size"], loss, difference, *held, sent, ms, verdict)
 
@@ -152,7 +152,7 @@ def main(folder, names):
             print(row, flush=True)
             verdicts.append(passed)
     counts = f"{verdicts.count(True)} passed, {verdicts.count(False)} failed"
-    print(f"\n{counts}. MB held and sent by a rank: measured / formula")
+    print(f"\n{counts}. MB held and sent by a rank: measured / formula. ms/step: - where ranks share a GPU")
     return False in verdicts
 
 

@@ -111,6 +111,8 @@ def result_of(lesson, config, watch, history, clock=None):
         letters["R"] = max(parameters_of_stage(config, letters, stage) for stage in range(config.pp))
     letters["G"] = min(letters["G"], letters["R"])  # a process may have replicas
     result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device.type}
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    result |= {"shares_gpu": device.type == "cuda" and local > torch.cuda.device_count()}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
     formulas = read_formulas(lesson, config)
     for name, formula in formulas.items():
