@@ -39,12 +39,25 @@ def begin(rank, size, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 
 
+def meet():
+    """Wait until all ranks are here."""
+    store = dist.distributed_c10d._get_default_store()
+    MET.append(f"met {len(MET)}")
+    store.add(MET[-1], 1)
+    while store.add(MET[-1], 0) < dist.get_world_size():
+        time.sleep(0.001)
+
+
+MET = []
+
+
 def call(function, arguments, options):
     """On a rank: call a function, of a check the one that asserts."""
     gc.collect()
     gc.freeze()  # what is left of former tests is not this one's
     with redirect_stdout(io.StringIO()):
         answer = getattr(function, "__wrapped__", function)(*arguments, **options)
+    meet()  # a rank that was refused must not take away a group that others still connect to
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:  # gloo's threads of each would go on polling
             dist.destroy_process_group(group)
