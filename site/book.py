@@ -76,8 +76,8 @@ def prose(source):
     """Markdown as HTML, with links to the site's pages and figures, and of each heading to itself."""
     toc = markdown.extensions.toc.TocExtension(permalink="#", permalink_title="link to this part")
     html = markdown.markdown(source, extensions=["tables", "fenced_code", toc])
-    html = re.sub(r'href="(?:docs/)?results/(\w+)\.md"', r'href="results-\1.html"', html)
-    html = re.sub(r'href="docs/(\w+)\.md"', r'href="\1.html"', html)
+    html = re.sub(r'href="(?:docs/|\.\./)?results/(\w+)\.md"', r'href="results-\1.html"', html)
+    html = re.sub(r'href="(?:docs|\.\.)/(\w+)\.md"', r'href="\1.html"', html)
     html = re.sub(r'href="(?:\.\./)?(\w+)\.py(#L\d+)?"', r'href="\1.html\2"', html)
     html = html.replace('href="../job.sbatch"', 'href="job.sbatch"')
     return Markup(re.sub(r'src="[^"]*?([\w-]+\.svg)"', r'src="\1"', html))
@@ -354,7 +354,7 @@ def build(target):
     write("explore", "explore.html", "Explore")
     results = {path.stem: path.read_text() for path in sorted((ROOT / "docs/results").glob("*.md"))}
     texts = {"readme": README, "learn": exercises()}
-    texts |= {name: (ROOT / f"docs/{name}.md").read_text() for name in ("trouble", "cluster")}
+    texts |= {name: (ROOT / f"docs/{name}.md").read_text() for name in ("trouble", "cluster", "one_gpu")}
     texts |= {f"results-{name}": text for name, text in results.items()}
     titles = {name: text.split("\n")[0].lstrip("# ") for name, text in texts.items()} | {"readme": "Use"}
     measured = {name: title for name, title in titles.items() if name.startswith("results-")}
