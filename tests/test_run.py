@@ -14,7 +14,7 @@ from tests.harness import ROOT, holds, load, mutants
 
 # A python3 of some version that lacks some module; its venv has pip, whose install brings all.
 FAKE = """#!/bin/sh
-echo "$@" >>"$LOG"
+echo "$@${NCCL_PROTO:+ over $NCCL_PROTO}" >>"$LOG"
 case "$*" in
 -V) echo "Python $VERSION" ;;
 "-m venv --clear .venv") rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python && touch .venv/pip ;;
@@ -56,6 +56,29 @@ def test_run_sh_sets_up_or_says_in_one_line_what_is_missing(version, lacks, venv
     lines = (tmp_path / "log").read_text().splitlines() + done.stderr.splitlines()
     assert told in lines and done.returncode == code, (lines, done)
     assert code == 0 or len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("gpus, nproc, shared", [(1, 4, True), (1, 0, False), (4, 4, False), (0, 4, False)])
+def test_run_sh_takes_what_is_quickest_where_ranks_share_a_gpu(gpus, nproc, shared, tmp_path):
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    for name in ("pip", "installed"):
+        (tmp_path / ".venv" / name).touch()
+    smi = "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H100'\n" for i in range(gpus))
+    for place, text in (".venv/bin/python", FAKE), ("bin/nvidia-smi", smi):
+        (tmp_path / place).write_text(text)
+        (tmp_path / place).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+        "VERSION": "3.12.1",
+        "LACKS": "",
+        "NPROC": str(nproc or ""),
+    }
+    env |= {"LOG": str(tmp_path / "log"), "REAL": sys.executable, "BEGIN": BEGIN}
+    subprocess.run(["bash", "./run.sh", "zero3"], cwd=tmp_path, env=env, capture_output=True, timeout=60)
+    (first, *_) = [line for line in (tmp_path / "log").read_text().splitlines() if "single.py" in line]
+    assert f"--batch {4 * (nproc or gpus)} " in first and first.endswith(" over Simple") == shared, first
 
 
 NEWER = r"mapfile|readarray|declare -[An]|local -n|\[ -v |\{\w+(,,|\^\^|@)|&>>|\|&|wait -n|coproc"

@@ -327,6 +327,5 @@ MUTANTS = [
     ("zero1 zero2", "unit.wait_for_unshard, prepend=True", "unit.wait_for_unshard", check_timeline, "early"),
     ("ddp zero1 zero2 zero3 hsdp", "proxy(unit.hook)", "unit.hook", check_freed, "bytes are left"),
     ("muon", "proxy(self.hook)", "self.hook", check_freed, "bytes are left"),
-    ("offload", "weakref.proxy(self.hook)", "self.hook", check_freed, "bytes are left"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)
