@@ -64,9 +64,9 @@ from tools.formulas import (
 SIZES = {
     "toy": "8 8 64 64 256",
     "small": "6 8 256 128 256",
-    "gpt2": "12 12 768 1024 50257",
-    "gpt2-xl": "48 25 1600 1024 50257",
-    "7.5b": "32 34 4352 2048 50257",
+    "gpt2": "12 12 768 1024 50304",
+    "gpt2-xl": "48 25 1600 1024 50304",
+    "7.5b": "32 34 4352 2048 50304",
 }
 # Bekman, ML Engineering (github.com/stas00/ml-engineering): data sheets, but of --tflops what the best matrix
 # product reaches, and 80% of the GB/s one way of NVLink and of a network card, as it says of all-reduces.

@@ -119,8 +119,8 @@ def parse(arguments=None):
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = ("layers", "heads", "width", "context", "vocab")
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50257"}
-SIZES |= {"gpt2-xl": "48 25 1600 1024 50257", "7.5b": "32 34 4352 2048 50257"}
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304"}
+SIZES |= {"gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
@@ -187,7 +187,7 @@ def set_up(config, choices="", replicas=None):  # check, and join the world; ret
 def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
     windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
     starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].long().to(device)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
@@ -204,7 +204,7 @@ class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
 
     def forward(self, x):
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

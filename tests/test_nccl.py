@@ -210,7 +210,7 @@ ON_GPU = [
     ("ddp pipeline", SET_DEVICE, "", NO_DEVICE),
     ("ddp", "all_reduce(self.flat_grad,", "all_reduce(self.flat_grad.cpu(),", HOST),
     ("zero1", "self.part.copy_(self.shard.data)", "self.part.copy_(self.shard.data.cpu())", WAITS_IN),
-    ("zero2", "views[weight].add_(weight.grad)", "views[weight].add_(weight.grad.sum().item())", WAITS_IN),
+    ("zero2", "views[weight].copy_(weight.grad)", "views[weight].copy_(weight.grad.sum().item())", WAITS_IN),
     ("zero3", "self.flat_grad.zero_()", "self.flat_grad.any().item()", WAITS_IN),
     ("tensor_parallel", "all_reduce(grad_x,", "all_reduce(grad_x.cpu(),", HOST),
     ("sequence_parallel", "= x.new_empty(dist", "= torch.empty(dist", HOST),

@@ -308,7 +308,7 @@ MUTANTS = [
     ("zero1 zero2 zero3", 'getattr(param, "kind", None)', "None", check_odd, "weights differ"),
     ("zero1 zero2 zero3", "unit[0][0] is not module", "True", check_timeline, "another order"),
     ("ddp zero1", "if not self.syncing:", "if False:", check_ledger, "sent +"),
-    ("ddp zero3", "square().sum(dtype=torch.float64)", "norm().double().square()", check_norm, "the norm is"),
+    ("ddp zero1 zero2 zero3", "_norm(grads, dtype=torch.float64)", "_norm(grads)", check_norm, "the norm is"),
     ("ddp pipeline", "torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
     ("zero1", "if param.requires_grad:", "if True:", check_odd, "weights differ"),
     ("zero2", "dist.all_reduce(squares, group=self.group)", "pass", check_parity, "losses differ"),

@@ -18,7 +18,7 @@ LESSONS = {  # tokens of the technique
     "dp_threads.py": 1600,
     "dp_async.py": 1900,
     "ddp.py": 1400,
-    "zero1.py": 1720,
+    "zero1.py": 1725,
     "zero2.py": 1700,
     "zero3.py": 2150,
     "hsdp.py": 2370,
