@@ -16,6 +16,8 @@ shows the median time of a step, and the ratio of the lesson's time to it: media
 rounds; below 1 the lesson was faster. Then each runs in processes of its own: "live" is the most bytes
 allocated after any operator of its third step, "process" the most that the process took.
 
+COMPILE=1 in the environment: the blocks and the loss of all go through torch.compile.
+
 With --hosts the bytes are counted that each host really sent, and the floor is what a step can hardly be
 shorter than: the longer of compute alone (1/N of the batch, nothing sent) and bytes / rate. With --host times
 are the process's on its cores, of a tiny model; single.py runs beside it, and in bf16 the lesson in fp32.
@@ -69,6 +71,9 @@ def load(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
     lesson = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lesson)
+    if os.environ.get("COMPILE"):  # of lessons and peers alike, without a line in either
+        lesson.Block.forward = torch.compile(lesson.Block.forward)
+        lesson.mean_loss = torch.compile(lesson.mean_loss)
     return lesson
 
 

@@ -2,6 +2,7 @@
 
     ./run.sh gpu
     ./run.sh gpu ddp zero3 --tflops 148    (these lessons alone; a GPU that PEAKS lacks)
+    ./run.sh gpu --compile                 (the models' blocks and losses, of lessons and peers, compiled)
     ./run.sh gpu --rehearse                (on a CPU, with toy sizes, into runs/)
 
 Every lesson against single.py, as ./run.sh does it, on as many ranks as GPUs (or NPROC). Gaps in a traced
@@ -46,7 +47,7 @@ from compare import error_in
 MODELS = {"single": [], "ddp": ["torch DDP, defaults"], "zero1": [], "zero2": [], "zero3": ["FSDP2"]}
 MODELS |= {"fusion": [], "checkpointing": []}  # and their peers in bench/peers.py
 GRADIENTS = {"ddp": "wP", "zero1": "wP", "fusion": "2mP"}  # that are there before a backward
-SIZES, TOYS = {"gpt2": 8, "gpt2-xl": 4}, {"toy": 4}  # sequences of a rank
+TOYS = {"toy": 4}  # sequences of a rank
 # TFLOPS of dense bf16 products, from the vendor's data sheets; the first that fits
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989, "GH200": 989}
 PEAKS |= {"B200": 2250, "A100": 312, "A40": 150, "L40S": 362, "L40": 181, "L4": 121}
@@ -191,7 +192,8 @@ def lines_of(made):
     yield f"\nMFU: of {made['peak']} TFLOPS a GPU\n\n## Every lesson against single.py\n\n```"
     yield from made["lessons"]
     for size, rows in made["models"].items():
-        yield f"```\n\n## {size}, bf16, {made['sequences'][size]} sequences a rank\n\n```"
+        compiled = ", blocks and loss compiled" * made["compiled"]
+        yield f"```\n\n## {size}, bf16, {made['sequences'][size]} sequences a rank{compiled}\n\n```"
         yield f"{'':<20}" + "".join(f"{name:>11}" for name in COLUMNS)
         for row in rows:
             cells = ["-" if row[name] is None else f"{row[name]:.4g}" for name in COLUMNS if name in row]
@@ -222,6 +224,7 @@ def main():
     parser.add_argument("lessons", nargs="*")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--tflops", type=float, help="of a GPU")
+    parser.add_argument("--compile", action="store_true")
     config = parser.parse_args()
     for name in config.lessons:
         if name not in ALL[1:]:
@@ -236,11 +239,14 @@ def main():
     peaks = [tflops for name, tflops in PEAKS.items() if re.search(rf"\b{name}\b", gpu)]
     config.tflops = config.tflops or next(iter(peaks), 0.1 if config.rehearse else None)  # or any number
     config.ranks = int(os.environ.get("NPROC") or gpus or 2)
-    config.sizes, config.rounds = (TOYS, 2) if config.rehearse else (SIZES, 5)
+    roomy = gpus and torch.cuda.get_device_properties(0).total_memory > 100e9
+    sizes = {"gpt2": 32, "gpt2-xl": 16 if roomy else 8}
+    config.sizes, config.rounds = (TOYS, 2) if config.rehearse else (sizes, 5)
+    os.environ |= {"COMPILE": "1"} if config.compile else {}
     folder = ROOT / ("runs" if config.rehearse else "docs/results")
     made = {"rehearsal": config.rehearse, "date": datetime.datetime.now().isoformat(" ", "minutes")}
     made["machine"] = f"{gpus} x {gpu}, {os.cpu_count()} cores, torch {torch.__version__}, NCCL {nccl}"
-    made |= {"peak": config.tflops, "sequences": config.sizes, "models": {}}
+    made |= {"peak": config.tflops, "sequences": config.sizes, "compiled": config.compile, "models": {}}
     made["lessons"] = against_single(config, config.ranks)
     if gpus == config.ranks == 1:
         made["lessons"] += ["", "Four ranks that share the GPU:", "", *against_single(config, 4)]
