@@ -152,10 +152,9 @@ def check_gpu(name):
         assert gpu.calls == expected, f"other kernels in {dtype}: {gpu.calls}"
 
 
-@pytest.mark.parametrize("flags", ["--kind ring", "--dtype fp64", "--width 36"])
+@pytest.mark.parametrize("flags", ["--dtype fp64", "--width 36"])
 def test_a_ring_that_gpus_cannot_run_is_refused(flags):
     gpu = Streams(ROOT / "context_parallel.py", 0, 2)
-    gpu.backend = lambda group=None: "gloo" if flags == "--kind ring" else "nccl"
     _, (line,), code = said(lambda: gpu.run(f"{TINY} --width 96 {flags}"))
     assert code == 2 and line.startswith(f"context_parallel.py: {flags}: ")
 

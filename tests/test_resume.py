@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -159,10 +160,12 @@ def test_where_names_the_rank_that_is_not_with_the_others(tmp_path):
     command = [*TORCHRUN, "--nproc_per_node=3", str(tmp_path / "odd.py"), *FLAGS.split()]
     where = [sys.executable, ROOT / "tools/where.py"]
     with subprocess.Popen([sys.executable, *command], **QUIET) as job:
-        while (seen := subprocess.run(where, **PIPES).stdout).count("waits in all_reduce(), odd.py") < 2:
-            assert job.poll() is None, seen
+        late, seen = r"rank 1 .* computes, odd.py:(\d+)(?s:.*)\1; not there: rank 1\n", ""
+        deadline = time.monotonic() + 150  # rank 1 is there in 200 s
+        while not re.search(late, seen):
+            seen = subprocess.run(where, **PIPES).stdout
+            assert job.poll() is None and time.monotonic() < deadline, seen
         job.terminate()
-    assert re.search(r"rank 1 .* computes, odd.py:(\d+)(?s:.*)\1; not there: rank 1\n", seen), seen
 
 
 def tweaked(tweak, name, flags):
