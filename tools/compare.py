@@ -152,7 +152,7 @@ def main(folder, names):
             print(row, flush=True)
             verdicts.append(passed)
     counts = f"{verdicts.count(True)} passed, {verdicts.count(False)} failed"
-    print(f"\n{counts}. MB held and sent by a rank: measured / formula. ms/step: - where ranks share a GPU")
+    print(f"\n{counts}. MB held and sent by a rank: measured / formula")
     return False in verdicts
 
 
