@@ -242,7 +242,7 @@ def parse(arguments=None):
 
 
 # ==== toy model: the same lines in every lesson ====
-SHAPE = ("layers", "heads", "width", "context", "vocab")
+SHAPE = "layers heads width context vocab".split()
 SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304"}
 SIZES |= {"gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
