@@ -7,6 +7,7 @@ import os
 import random
 import re
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -173,24 +174,32 @@ def test_optimizers_step_all_their_tensors_in_one_kernel(lesson, dtype):
     assert made and all(options == {"lr": 0.5, "fused": True} for options in made)
 
 
-def held_after(name, flags):
+FREED = 60_000  # bytes; the weights take 180,000, and gloo may hold what it sent last
+
+
+def held_after(name, flags, patience):
     """On a rank: the bytes of all tensors that are left of a lesson that has ended."""
     lesson = load(name)
     lesson.train(lesson.parse(flags.split()))
     del lesson
-    gc.collect()
-    return sum(thing.nbytes for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+    ends = time.monotonic() + patience  # threads of the lesson or of gloo may still be about to let go
+    while True:
+        gc.collect()
+        left = sum(thing.nbytes for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+        if left < FREED or time.monotonic() > ends:
+            return left
+        time.sleep(0.05)
 
 
-def check_freed(name, size=2):
+def check_freed(name, size=2, patience=1):
     size, flags = crew(name, size, f"{TINY} --dtype bf16")
-    left = max(world(size).run(held_after, name, flags))
-    assert left < 60_000, f"{left} bytes are left"  # of weights of 180 kB; gloo may hold what it sent last
+    left = max(world(size).run(held_after, name, flags, patience))
+    assert left < FREED, f"{left} bytes are left"
 
 
 @every_lesson
 def test_what_a_lesson_held_is_free_when_it_has_ended(lesson):
-    check_freed(lesson.name, min(2, lesson.worlds[-1]))
+    check_freed(lesson.name, min(2, lesson.worlds[-1]), patience=10)
 
 
 RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]
@@ -335,7 +344,7 @@ def draw(chance, folder):
 
 
 def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
-    seed, runs = os.environ.get("FUZZ", "0 200").split()
+    seed, runs = os.environ.get("FUZZ", "0 80").split()
     chance, trained = random.Random(seed), 0
     for i in range(int(runs)):
         folder = tmp_path / str(i)
