@@ -6,7 +6,11 @@ Idea
     Selective recomputation also keeps the outputs of matrix products and of attention, and recomputes what is
     fast: norms, GELU, scores and softmax if not fused (after arXiv 2205.05198, section 5).
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+Timeline
+    Ranks train on the same batch, as those of a tensor-parallel group do.
+    compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
+
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
     parameters     (w+c)P
     gradients      wP+3cG/2                      G, 2^24 or a larger tensor, in bf16 and fp32
     optimizer      KP
@@ -16,13 +20,8 @@ Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters
     A block has 16h a token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4
     numbers of norms, a of heads (log-sum-exp). The last norm has 2h and 2 numbers, the loss v.
 
-Communication
-    Ranks train on the same batch, as those of a tensor-parallel group do.
-    compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
-
-Costs
-    compute        Qkbs       FLOPs; without --policy full: no matrix product again; Q: single.py
-    compute        11Qkbs/9   with --policy full: a second forward, but for each block's last matrix product
+Sent
+    Nothing.
 
 Run
     python checkpointing.py --policy selective

@@ -5,19 +5,18 @@ Idea
     rounds. Doubling takes only lg N rounds (lg: base 2), which is faster for a small x (Thakur et al. 2005).
     In all functions x is flat and contiguous, of one dtype and length on all ranks, and has S bytes.
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
-    parameters    (w+c)P
-    gradients     2mP+min(1,N-1)mP/N     each parameter's, all in a flat tensor; if N > 1 a chunk received
-    optimizer     KP
-
-Communication (ring_all_reduce: the chunk that a rank sends in each round of its two halves)
+Timeline (ring_all_reduce: the chunk that a rank sends in each round of its two halves)
     rank 0: reduce-scatter | 2 | 1 | all-gather | 0 | 2 |
     rank 1: reduce-scatter | 0 | 2 | all-gather | 1 | 0 |
     rank 2: reduce-scatter | 1 | 0 | all-gather | 2 | 1 |
 
-Costs (bytes that a rank sends in a step with --train; the others' stand with each function)
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
+    parameters    (w+c)P
+    gradients     2mP+min(1,N-1)mP/N     each parameter's, all in a flat tensor; if N > 1 a chunk received
+    optimizer     KP
+
+Sent (bytes that a rank sends in a step with --train; the others' stand with each function)
     send          2mP(N-1)/N
-    compute       Qkbs          FLOPs; Q: single.py
 
 Run
     torchrun --nproc_per_node=4 collectives.py    (bench/links.py: every collective, alpha, beta, bandwidth)

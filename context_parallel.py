@@ -6,7 +6,11 @@ Idea
     all-to-all trades 1/N of the tokens for all tokens of 1/N of the heads, and another one trades back. As a
     causal mask gives later tokens more work, rank i of a ring has chunks i and 2N-1-i of 2N (zigzag).
 
-Memory (bytes, for --cp N, the default; w a weight, c its master, K its moments; all letters: single.py)
+Timeline (forward of a ring, on rank 2 of 4; kv: keys and values; backward: and gradients, a hop later)
+    compute | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
+    network | kv of rank 1           | kv of rank 0   | kv of rank 3   |
+
+Memory (bytes, for --cp N, the default; w a weight, c its master, K its moments; letters: docs/formulas.md)
     parameters    (w+c)P
     gradients     2mP       each parameter's, and all in one flat tensor
     optimizer     KP
@@ -15,15 +19,10 @@ Memory (bytes, for --cp N, the default; w a weight, c its master, K its moments;
     A block saves 16h a token (norms' inputs and outputs 4, q, k, v 3, attention's output 1, up 4, GELU 4);
     numbers of m bytes: norms 4, heads one each. The last norm 2h and 2; the loss v; positions h once.
 
-Communication (forward of a ring, on rank 2 of 4; kv: keys and values; backward: and gradients, a hop later)
-    compute | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
-    network | kv of rank 1           | kv of rank 0   | kv of rank 3   |
-
-Costs (bytes that a rank sends in a step of k microbatches)
+Sent (bytes that a rank sends in a step of k microbatches)
     send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring: kv N-1 times, in backward again; gradients N
     all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses: 4 in forward, 4 in backward
     all-reduce    2mP(N-1)/N                  of all ranks, in any --cp
-    compute       Qkbs/N                      FLOPs; Q: single.py. Attention to many tokens hides messages.
 
 Run
     torchrun --nproc_per_node=2 context_parallel.py

@@ -5,19 +5,17 @@ Idea
     the whole batch, so all ranks take the same step. Backward reaches the last layers first; their gradients
     travel, in buckets, while it computes those of earlier layers (PyTorch Distributed, arXiv 2006.15704).
 
+Timeline
+    compute | forward | backward: layer 4 | layer 3  | layer 2  | layer 1  |          | clip, step
+    network |         |                   | bucket 1 | bucket 2 | bucket 3 | bucket 4 |
+
 Memory (bytes; P parameters, N ranks)
     parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     wP+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
     optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
 
-Communication
-    compute | forward | backward: layer 4 | layer 3  | layer 2  | layer 1  |          | clip, step
-    network |         |                   | bucket 1 | bucket 2 | bucket 3 | bucket 4 |
-
-Costs (bytes that a rank of a ring sends in a step)
+Sent (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N  an all-reduce of S bytes sends 2S(N-1)/N; only the last microbatch's
-    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
-    exposed       4(N-1)A+max(2nB,2nwP-2Y)    B the last bucket; or what backward is too short to hide
 
 Run
     torchrun --nproc_per_node=2 ddp.py

@@ -9,22 +9,20 @@ Idea
     2501.18512). Losses are not single.py's, as each optimizer sees 1/N of a batch and keeps its moments to
     itself, but with --inner-steps 1 --outer-lr 1 --optim sgd --clip inf, which is ddp.py.
 
-Memory (bytes; P parameters; m a number that the optimizers see: max(w, 4))
-    parameters    (w+c+m)P    w a weight: fp32 4, bf16 2, fp64 8; c a copy: bf16 4, else 0; m an outer weight
-    gradients     mP          outer ones exist when inner ones are freed; a fragment's beside them if delayed
-    optimizer     (K+o)P      K the inner moments: AdamW 2m, SGD 0; o the outer momentum: m, or none: 0
-
-Communication (above: one fragment; below: two, A and B, with --delay)
+Timeline (above: one fragment; below: two, A and B, with --delay)
     compute | H steps                 |          | H steps                 |          | H steps
     network |                         | exchange |                         | exchange |
 
     compute | H/2 steps  | H/2 steps  | H/2 steps  | H/2 steps  | H/2 steps ...
     network |            | A          | B          | A          | B
 
-Costs (bytes that a rank of a ring sends in H steps)
+Memory (bytes; P parameters; m a number that the optimizers see: max(w, 4))
+    parameters    (w+c+m)P    w a weight: fp32 4, bf16 2, fp64 8; c a copy: bf16 4, else 0; m an outer weight
+    gradients     mP          outer ones exist when inner ones are freed; a fragment's beside them if delayed
+    optimizer     (K+o)P      K the inner moments: AdamW 2m, SGD 0; o the outer momentum: m, or none: 0
+
+Sent (bytes that a rank of a ring sends in H steps)
     all-reduce    2mP(N-1)/N    in ddp.py 2wP(N-1)/N in every step; each fragment in one message
-    compute       HQkbs         FLOPs; Q, n, A: single.py
-    exposed       2n(mP+NA)     without --delay; with it nothing, if inner steps are long enough
 
 Run
     torchrun --nproc_per_node=2 diloco.py

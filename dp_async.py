@@ -5,20 +5,19 @@ Idea
     is an update, stale if others came since the pull (Dean et al., NIPS 2012, 4.1). ssp: nobody begins a task
     over S (--staleness) pushes ahead of the slowest (Ho et al., NIPS 2013, 2). bsp: N pushes are one update.
 
-Memory (bytes; N workers; w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+Timeline (asp)
+    the server | pulls                       | update | pull                 | update |      | update |
+    worker 0   | pull | forward and backward | push   | pull | forward and backward | push |
+    worker 1   | pull | forward and backward, but more slowly                       | push   | pull ...
+
+Memory (bytes; N workers; w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
                   server       a worker
     parameters    (w+c)P       wP
     gradients     wP+3cG/2     wP    G, 2^24 or a larger tensor, in bf16 and fp32
     optimizer     KP           0
 
-Communication (asp)
-    the server | pulls                       | update | pull                 | update |      | update |
-    worker 0   | pull | forward and backward | push   | pull | forward and backward | push |
-    worker 1   | pull | forward and backward, but more slowly                       | push   | pull ...
-
-Costs (bytes through the server for N pushes, which are a step)
+Sent (bytes through the server for N pushes, which are a step)
     send    2NwP    weights pulled, gradients pushed
-    compute    Qkbs    FLOPs of a worker, in parallel with the others'; Q: single.py
     In ssp a push is at most (N-1)(2S+1) updates old: the others were S behind at its pull, and get S+1 ahead.
 
 Run

@@ -5,19 +5,18 @@ Idea
     gathers the outputs and has the loss of the whole batch. In backward it sums the replicas' gradients. So
     the script stays that of one device (torch.nn.DataParallel; arXiv 2006.15704, section 2.2).
 
-Memory (bytes; N replicas, of k microbatches each; the other letters: single.py)
+Timeline (1, 2 and 4 from device 0 to the others; 3 and 5 back)
+    device 0 | 1 weights, | forward | 3 outputs | loss | 4 gradients | backward | 5 gradients  | clip, step
+    device i |   2 inputs | forward |           |      |  of outputs | backward |  of replicas |
+
+Memory (bytes; N replicas, of k microbatches each; the other letters: docs/formulas.md)
                   device 0                      others    ranks of ddp.py
     parameters    (w+c)P                        wP        (w+c)P       w a weight, c its fp32 master in bf16
     gradients     wP+max(min(1,k-1)wP,3cG/2)    wP        wP+3cG/2     sum; and a microbatch's (k > 1) or G's
     optimizer     KP                            0         KP           K the moments
 
-Communication (1, 2 and 4 from device 0 to the others; 3 and 5 back)
-    device 0 | 1 weights, | forward | 3 outputs | loss | 4 gradients | backward | 5 gradients  | clip, step
-    device i |   2 inputs | forward |           |      |  of outputs | backward |  of replicas |
-
-Costs (bytes through device 0 in a step, where each rank of ddp.py sends 2wP(N-1)/N)
+Sent (bytes through device 0 in a step, where each rank of ddp.py sends 2wP(N-1)/N)
     send    k(N-1)(2wP+2wbsv+8bs)    weights, gradients; outputs (v the vocabulary), their gradients; inputs
-    compute    Qkbs    FLOPs of a replica, in parallel with the others'; Q: single.py
     This grows with N and k, ddp.py's with neither. Device 0 also holds all outputs, Nwbsv, and their loss.
 
 Run

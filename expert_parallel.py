@@ -7,23 +7,22 @@ Idea
     (GShard, arXiv 2006.16668). Experts are kept equally busy by a loss (Switch, 2101.03961) over all ranks'
     tokens (2501.11873), or by --balance bias, which changes the choice, not the gates (2408.15664).
 
-Memory (bytes; U parameters in an expert, D outside them; M = (L+1)//2 mixtures; other letters: single.py)
-    parameters    (w+c)(D+MXU/e)
-    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, k > 1, also bf16 ones: backward casts them last
-    optimizer     K(D+MXU/e)
-
-Communication (rank 0 of 2 has tokens 0-2, experts A, B; rank 1 3-5, C, D; 0C: token 0 for C; rows: rank 0's)
+Timeline (rank 0 of 2 has tokens 0-2, experts A, B; rank 1 3-5, C, D; 0C: token 0 for C; rows: rank 0's)
     1 by token              0B 0C 1A 1B 2D 2A         all-gather of counts
     2 by expert             1A 2A 0B 1B | 0C 2D       all-to-all: 0C and 2D go to rank 1
     3 by rank, by expert    1A 2A 0B 1B | 3A 4B 5B
     4 by expert, by rank    1A 2A 3A | 0B 1B 4B 5B    A and B compute
     5 outputs go back       order 3; all-to-all; order 2; weighted and added up by token; backward: reversed
 
-Costs (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens over all N ranks)
+Memory (bytes; U parameters in an expert, D outside them; M = (L+1)//2 mixtures; see docs/formulas.md)
+    parameters    (w+c)(D+MXU/e)
+    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, k > 1, also bf16 ones: backward casts them last
+    optimizer     K(D+MXU/e)
+
+Sent (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens over all N ranks)
     all-to-all    4wkM(tbsh/N)(e-1)/e           on average, without a --capacity-factor
     all-gather    8kMX(N-1)                     how many tokens of each rank chose each expert
     all-reduce    2m(D(N-1)+MXU(N-e)/e)/N       gradients; experts' among the N/e ranks that have the same
-    compute       (6(D+MtU)+12Lhs)kbs/N         FLOPs, if tokens are spread evenly; nothing hides messages
 
 Run
     torchrun --nproc_per_node=2 expert_parallel.py

@@ -5,19 +5,18 @@ Idea
     needs its row's maximum and sum; online, each tile corrects both (arXiv 1805.02867), in flash attention
     also the output: it never holds s x s scores (2205.14135). The fused loss never holds bs x v logits.
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+Timeline
+    | forward and loss | backward | all-reduce | clip, step |
+
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
     parameters    (w+c)P
     gradients     2mP                             each parameter's, and all in one flat tensor
     optimizer     KP
     activations   bs((16L+2)wh+(4L+2+aL)m)+whv    terms as in checkpointing.py
     The loss keeps no logits but two gradients: x's and, in whv, the head's. Plain attention: 4mLabs^2 more.
 
-Communication
-    | forward and loss | backward | all-reduce | clip, step |
-
-Costs (bytes that a rank sends in a step)
+Sent (bytes that a rank sends in a step)
     all-reduce    2mP(N-1)/N
-    compute       Qkbs                            FLOPs; Q: single.py
 
 Run
     torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64   (--plain attention: not fused)

@@ -7,6 +7,11 @@ Idea
     arXiv 2205.00119). Nothing else leaves a host. As in zero3.py, freeing a unit's weights empties a storage
     and keeps its tensors: the views that autograd saved are valid again once the storage is refilled.
 
+Timeline (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
+    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
+    in host | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
+    between |           |           |           |            |                            | all-reduce 3
+
 Memory (bytes; P parameters, U in the largest unit, E in none; F ranks share a copy)
     parameters    mP/F + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
     gradients     (m+c/2)P/F + w(E+(2+g)U)     g 1 over gloo (its receive buffer), else 0; c in bf16 4, else 0
@@ -14,17 +19,10 @@ Memory (bytes; P parameters, U in the largest unit, E in none; F ranks share a c
     Whole weights: the root's E, U of the unit in use, fU of those gathered ahead.
     Whole gradients: the root's E, U of the unit in backward, U of one on its way, gU in its receive buffer.
 
-Communication (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
-    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
-    in host | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
-    between |           |           |           |            |                            | all-reduce 3
-
-Costs (bytes that a rank of a ring sends in a step)
+Sent (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(F-1)/F               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        kw(2P-E-(1+f)U)(F-1)/F   the root and the last 1+f units stay whole for their backward
     all-reduce        2w(P/F)(N-F)/N           between hosts, in the last microbatch; of a host 2wP(N-F)/N
-    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
-    exposed       8(N-1)A+2kw(E+U)(F-1)/F+max(2w(U/F)(N-F)/N,2w(P/F)(N-F)/N-2Y)
     Over a host's link ddp.py sends 2wP(N-1)/N, zero3.py nearly 3kwP(N-1)/N (in rings of neighbours).
 
 Run

@@ -6,24 +6,21 @@ Idea
     goes zero1.py's way, with --optim. With --gather the matrices do, too: a rank has the momentum of 1/N of
     each, and updates are all-gathered first (Distributed Muon, arXiv 2502.16982, section 2.3).
 
+Timeline (a reduce-scatter is a reduce of each part to its rank: here parts are unequal)
+    compute |              | forward 1   | forward 2 | backward 2 | backward 1 |                     | step
+    network | send rest, 1 | broadcast 2 |           |            | reduce 2   | reduce 1, the rest  |
+
 Memory (bytes; P parameters, H of them in matrices, of which the rank with most owns O; N ranks)
     parameters    wP + c(O+(P-H)/N)     w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
     gradients     wP + m(O+(P-H)/N)     m a number that the optimizer sees: max(w, 4)
     optimizer     mO + K(P-H)/N         K the moments: AdamW 2m, SGD 0
     With --gather O is H/N, else a little more. AdamW would take 2m of a matrix's element, Muon takes m.
 
-Communication (a reduce-scatter is a reduce of each part to its rank: here parts are unequal)
-    compute |              | forward 1   | forward 2 | backward 2 | backward 1 |                     | step
-    network | send rest, 1 | broadcast 2 |           |            | reduce 2   | reduce 1, the rest  |
-
-Costs (bytes that a rank sends in a step, in the mean: in a chain the last of N ranks sends nothing on)
+Sent (bytes that a rank sends in a step, in the mean: in a chain the last of N ranks sends nothing on)
     reduce        wP(N-1)/N             together what zero1.py sends
     broadcast     wP(N-1)/N             without --gather
     broadcast     (wP+qH)(N-1)/N        with --gather, q a number in Newton-Schulz: bf16 2, with fp64 8
-    compute       Qkbs+280Lhhh/N        without --gather: 5 x 2pp(2q+p) FLOPs for a p x q matrix, p <= q
-    compute       Qkbs+280Lhhh          with --gather, as in DDP: at gpt2-xl with 64 sequences on 8 ranks
     40% of a step's FLOPs are Newton-Schulz's, without --gather 8%.
-    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    without --gather; with it all
 
 Run
     torchrun --nproc_per_node=2 muon.py

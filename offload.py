@@ -5,26 +5,24 @@ Idea
     reduced; a rank's 1/N goes to the host, whose CPU steps it; new weights come back and are all-gathered
     (ZeRO-Offload, arXiv 2101.06840, 4). With --params it also holds the blocks not in use (2104.07857).
 
-Memory (bytes of a rank's device, and of its host; U in a block, E in none; other letters: single.py)
+Timeline (a row is a thread; with --params blocks go up one ahead, in forward and in backward)
+      main | forward 1 | forward 2 | backward 2 | backward 1    | norm        |        |        | forward 1
+    upload |           |           |            | reduce 2      | reduce 1    |        | 1 up   | 2 up
+      host |           |           |            |   2 down, add | 1 down, add | step 1 | step 2 |
+
+Memory (bytes of a rank's device, and of its host; U in a block, E in none; other letters: docs/formulas.md)
     parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
     parameters    w(E+2U)                with --params: the root (all else), the block in use, the next one
     gradients     wmax(2E,E+2U,3U)       one unit's, as sent and as received, and the next one's
     host          (K+2m+w+c/2)P/N        moments; masters and .grad; a microbatch's gradients; in bf16 weights
 
-Communication (a row is a thread; with --params blocks go up one ahead, in forward and in backward)
-      main | forward 1 | forward 2 | backward 2 | backward 1    | norm        |        |        | forward 1
-    upload |           |           |            | reduce 2      | reduce 1    |        | 1 up   | 2 up
-      host |           |           |            |   2 down, add | 1 down, add | step 1 | step 2 |
-
-Costs (bytes that a rank copies down to its host and up from it, and sends to other ranks, in a step)
+Sent (bytes that a rank copies down to its host and up from it, and sends to other ranks, in a step)
     down          kwP/N
     up            wP/N
     up            kw(2P-E-2U)/N          instead, with --params: the last two blocks stay for backward
     all-to-all    kwP(N-1)/N             and a local sum: so bf16 is rounded once
     all-gather    wP(N-1)/N
     all-gather    kw(2P-E-2U)(N-1)/N     instead, with --params
-    compute       Qkbs                   FLOPs; Q, n, A, Y: single.py
-    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)    between ranks, without --params
 
 Run
     torchrun --nproc_per_node=8 offload.py --size gpt2-xl --dtype bf16 --batch 64

@@ -4,7 +4,13 @@ Idea
     N = p x d x t ranks: p pipeline stages; d replicas of each, with shares of the batch; t ranks that split a
     replica's layers, neighbours, as they send most (arXiv 2104.04473). ddp.py and others teach the axes.
 
-Memory (bytes: w a weight, c its master, if bf16, K its moments, g 1 over gloo; all letters: single.py)
+Timeline (a step of 2 x 2 x 2 ranks)
+    stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3
+    stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
+    Microbatches in 1F1B: tensor 0-1, pipeline 0-4. In the last backward: data 0-2, layer by layer. Then the
+    loss, all ranks; embedding's gradient, 0-4 and 0-2; norm, all; step; with --zero 1 new weights, 0-2.
+
+Memory (bytes: w a weight, c its master, if bf16, K its moments, g 1 over gloo; all letters: docs/formulas.md)
     parameters    (w+c)R                 R parameters on the rank with most, about P/t/p
     gradients     (w+c)R                 in bf16 also the masters'
     optimizer     KR
@@ -12,19 +18,11 @@ Memory (bytes: w a weight, c its master, if bf16, K its moments, g 1 over gloo; 
     gradients     (w+gw+(w+c)/d)R        with --zero 1: gradients, receive buffer, the shard's, its master's
     optimizer     KR/d                   with --zero 1
 
-Communication (a step of 2 x 2 x 2 ranks)
-    stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3
-    stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
-    Microbatches in 1F1B: tensor 0-1, pipeline 0-4. In the last backward: data 0-2, layer by layer. Then the
-    loss, all ranks; embedding's gradient, 0-4 and 0-2; norm, all; step; with --zero 1 new weights, 0-2.
-
-Costs (bytes that the rank with most sends in a step, along each axis; // rounds down)
+Sent (bytes that the rank with most sends in a step, along each axis; // rounds down)
     tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 a block; head; if p = 1 embedding; loss: m + 8
     pipeline      min(2,p-1)kwbsh                             to the next stage outputs, back gradients
     tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient, if p > 1
     data          2wR(d-1)/d                                  all-reduce, or reduce-scatter and all-gather
-    compute       (6R+12Lhs/t/p)kbs                           FLOPs of the largest stage
-    idle          (p-1)/k                                     x compute
 
 Run
     torchrun --nproc_per_node=8 parallel_3d.py

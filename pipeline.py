@@ -6,25 +6,22 @@ Idea
     before rank i's first backward: k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved
     1F1B (arXiv 2104.04473, section 2.2) gives rank i C chunks of the layers, the stages i, N+i, ...
 
-Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; other letters: single.py)
-    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
-    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight on rank i: naive 1 microbatch, gpipe k, 1f1b min(k,N-i), interleaved min(k,N+(N-2i-1)/C).
-
-Communication (1f1b, 4 ranks; F sends its output a row down, B a gradient up; a column is one turn; . is idle)
+Timeline (1f1b, 4 ranks; F sends its output a row down, B a gradient up; a column is one turn; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
 
-Costs (bytes that the busiest rank sends in a step of k microbatches; C 2 if interleaved, else 1)
+Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; other letters: docs/formulas.md)
+    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
+    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
+    In flight on rank i: naive 1 microbatch, gpipe k, 1f1b min(k,N-i), interleaved min(k,N+(N-2i-1)/C).
+
+Sent (bytes that the busiest rank sends in a step of k microbatches; C 2 if interleaved, else 1)
     send          min(2C,(2C-1)(N-1))kwbsh     F: its output, to the next stage; B: its input's gradient, back
     For each microbatch that is 2C messages, but 2C-1 on the first and the last rank (of two: on both).
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
-    compute       (6R+12Lhs/N)kbs              FLOPs of the largest stage; nothing hides messages
-    idle          (N-1)/C/k                    x compute, without --schedule naive; of the step (N-1)/(Ck+N-1)
-    idle          N-1                          with --schedule naive
 
 Run
     torchrun --nproc_per_node=2 pipeline.py --accum 8

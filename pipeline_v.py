@@ -7,22 +7,20 @@ Idea
     first action and its last, if F = B = W: ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV (half
     of DualPipe, arXiv 2412.19437, 3.2.1) puts an F beside each B of the other stage: GPUs may overlap them.
 
-Memory (bytes; R the largest rank's parameters, at least P/N; other letters: single.py)
-    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
-    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight on rank i, in both stages: zb-v min(2k,k+i+1,2N), dualpipe-v min(2k,k+i+1,2N+1); k microbatches.
-
-Communication (zb-v, 4 ranks, the first turns; small letters: the stage on the way up; . is idle)
+Timeline (zb-v, 4 ranks, the first turns; small letters: the stage on the way up; . is idle)
     rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 F7 B0 W0 f4 b4 w4 B1 W1 f5 b5 w5
     rank 1 | .  F0 F1 F2 F3 F4 f0 F5 f1 b0 w0 f2 b1 w1 f3 b2 w2 F6 B0 W0 f4 b3 w3 F7 B1 W1 f5 b4 w4 B2
     rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 B0 W0 f4 b2 w2 F6 B1 W1 f5 b3 w3 F7 B2 W2
     rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 f4 b1 w1 F5 B1 W1 f5 b2 w2 F6 B2 W2 f6 b3
 
-Costs (bytes that the busiest rank sends in a step of k microbatches)
+Memory (bytes; R the largest rank's parameters, at least P/N; other letters: docs/formulas.md)
+    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
+    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
+    In flight on rank i, in both stages: zb-v min(2k,k+i+1,2N), dualpipe-v min(2k,k+i+1,2N+1); k microbatches.
+
+Sent (bytes that the busiest rank sends in a step of k microbatches)
     send          min(4,2N-2)kwbsh             twice what zero_bubble.py sends: there are twice as many stages
-    compute       (6R+12Lhs/N)kbs              FLOPs of the largest pair of stages; nothing hides messages
-    idle          (N-1)/(6k)                   x compute, if F = B = W, k >= 2N: all wait for the norm
     From a rank's first action to its last it idles 0 turns in zb-v, N-1 in dualpipe-v: as published, with F&B
     for such a pair as one action and B for a whole backward, (N-1)(F&B+B-3W).
 

@@ -6,19 +6,18 @@ Idea
     any moment. Each of M ranks reads what its new part needs, whoever wrote it (ByteCheckpoint,
     arXiv 2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
 
-Memory (bytes: w a weight, m a number in fp32 at least, c fp32 in bf16, else 0; all letters: single.py)
+Timeline
+    training | step 9 | step 10 | copy | step 11 | step 12 | step 13
+      saving |        |         |      | rank-0.bin, fsync | confirm | rename
+
+Memory (bytes: w a weight, m a number in fp32 at least, c fp32 in bf16, else 0; all letters: docs/formulas.md)
     parameters    wP          all weights
     gradients     2wP+cP/N    each parameter's; a copy in one tensor; in bf16 the shard's in fp32
     optimizer     3mP/N       the shard's masters and two moments; as much on the host to save; on disk 3mP
 
-Communication
-    training | step 9 | step 10 | copy | step 11 | step 12 | step 13
-      saving |        |         |      | rank-0.bin, fsync | confirm | rename
-
-Costs (bytes that a rank of a ring sends in a step; a save sends a few numbers)
+Sent (bytes that a rank of a ring sends in a step; a save sends a few numbers)
     all-reduce    2wP(N-1)/N
     all-gather    wP(N-1)/N
-    compute       Qkbs          FLOPs; Q: single.py
     Save every sqrt(2 x seconds that a save costs x seconds between failures) seconds (Young, 1974).
 
 Run

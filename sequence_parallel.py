@@ -5,22 +5,20 @@ Idea
     tokens there: what was an all-reduce is a reduce-scatter after a row-parallel layer, and an all-gather
     before a column-parallel one, which backward repeats (arXiv 2205.05198, section 4.2.2).
 
-Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: single.py)
+Timeline (backward of an MLP; in forward nothing hides them)
+    compute | down, gelu | up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
+    network |            | all-gather of x   | reduce-scatter of its gradient   |
+
+Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: docs/formulas.md)
     parameters    (w+c)(P+(6L+2)h(N-1))/N               replicated: 6h a block, norm 2h
     gradients     w(P+(6L+2)h(N-1))/N+3cG/2             G, 2^24 or a larger tensor, in bf16 and fp32
     optimizer     K(P+(6L+2)h(N-1))/N
     activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     as in tensor_parallel.py; replicated: 2 of a loss
 
-Communication (backward of an MLP; in forward nothing hides them)
-    compute | down, gelu | up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
-    network |            | all-gather of x   | reduce-scatter of its gradient   |
-
-Costs (bytes that a rank of a ring sends in a step of k microbatches)
+Sent (bytes that a rank of a ring sends in a step of k microbatches)
     reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         2L+1 in forward, 2L+1 in backward, two numbers of a loss
     all-gather        kbs((6L+3)wh+2m)(N-1)/N         2L+1 in forward, again in backward, 2L+1 of gradients
     all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is whole, once; a number of a loss
-    compute           Qkbs/N                          FLOPs; Q, n, A, Y: single.py
-    exposed           k(N-1)(10L+9)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)    in forward all
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py

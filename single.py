@@ -6,6 +6,9 @@ Idea
     steps fp32 copies of the weights, the masters, and rounds them: a bf16 number has 8 significant bits, so
     most updates of a bf16 weight would round to nothing (ZeRO, arXiv 1910.02054, section 3.1).
 
+Timeline
+    None: | forward | backward | forward | backward | ... | clip | step |
+
 Memory (bytes; the letters mean the same in all lessons, in formulas and in shapes)
     parameters    (w+c)P      weights, and in bf16 their masters
     gradients     wP+3cG/2    in bf16 also copies of G at a time, in bf16 and fp32
@@ -18,14 +21,8 @@ Memory (bytes; the letters mean the same in all lessons, in formulas and in shap
     Q FLOPs of a token, 6P+12Lhs, a third of them in forward (PaLM, arXiv 2204.02311, appendix B); n (N-1)/N;
     A bytes that travel in a message's latency, Y in the whole model's forward of a microbatch.
 
-Communication
-    None: | forward | backward | forward | backward | ... | clip | step |
-
-Costs (FLOPs of a rank in a step; in other lessons also bytes that it sends)
-    compute       Qkbs
-    All of the memory and all of the time, which the other lessons divide by N. A step takes `compute` / FLOPs
-    a second of the whole model's matrices, + the optimizer's bytes / memory's speed, + `exposed` bytes, those
-    that no computation hides (no such line: all) / a link's speed, as if all were alike, + `idle` x compute.
+Sent
+    Nothing: there is one rank.
 
 Run
     python single.py

@@ -7,18 +7,17 @@ Idea
     the first list proposed holds, and redo the step, its batch divided anew: losses and weights are
     single.py's. The store's compare-and-set decides each question once (two-phase commit, Gray 1978).
 
+Timeline (v: votes in the store)
+    worker 0, 1 | compute 3 | all-reduce v step | compute 4 | all-reduce: abort | answer, connect | compute 4
+    worker 2    | compute 3 | all-reduce v step | compute 4 | dies
+
 Memory (bytes; P parameters, N members)
     parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
     gradients     (w+c)P
     optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
 
-Communication (v: votes in the store)
-    worker 0, 1 | compute 3 | all-reduce v step | compute 4 | all-reduce: abort | answer, connect | compute 4
-    worker 2    | compute 3 | all-reduce v step | compute 4 | dies
-
-Costs (bytes that a rank of a ring sends in a step)
+Sent (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N    beside it, when an epoch begins, its first member sends all the state
-    compute       Qkbs/N        FLOPs; k microbatches of all members; Q: single.py
 
 Run
     python survive.py --workers 4 --kill 1@5 2@9:vote --join 12

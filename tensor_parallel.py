@@ -5,7 +5,11 @@ Idea
     sum, backward x's gradient, so each rank has all gradients of what is replicated (norms). Attention is
     split by heads, embedding and logits by vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
 
-Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: single.py)
+Timeline (backward of an MLP; in forward nothing hides the all-reduce after a row-parallel layer)
+    compute | down, gelu, up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
+    network |                               | all-reduce                       |
+
+Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: docs/formulas.md)
     parameters    (w+c)(P+(6L+2+s)h(N-1))/N                replicated: 6h a block, norm 2h, positions sh
     gradients     w(P+(6L+2+s)h(N-1))/N+3cG/2              of G at a time in bf16 and fp32: see MasterWeights
     optimizer     K(P+(6L+2+s)h(N-1))/N
@@ -13,14 +17,8 @@ Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: si
     Whole, of a token: each norm's input, output, mean and 1/std; 4 numbers of the loss. Split: q, k, v, the
     outputs of attention, up and GELU (12h in a block), each head's log-sum-exp, logits. m: 4, in fp64 8.
 
-Communication (backward of an MLP; in forward nothing hides the all-reduce after a row-parallel layer)
-    compute | down, gelu, up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
-    network |                               | all-reduce                       |
-
-Costs (bytes that a rank of a ring sends in a step of k microbatches)
+Sent (bytes that a rank of a ring sends in a step of k microbatches)
     all-reduce    2kbs((4L+2)wh+3m)(N-1)/N   4 a block; embedding, head; 3 numbers of a loss
-    compute       Qkbs/N                     FLOPs; Q, n, A, Y: single.py
-    exposed       2k(N-1)(4L+5)A+2knbs((2L+1)wh+3m)+max(0,2knbs(2L+1)wh-kY/N/2)    in forward all
 
 Run
     torchrun --nproc_per_node=2 tensor_parallel.py

@@ -374,7 +374,7 @@ def test_a_lesson_of_one_process_refuses_a_world_of_several(name):
 
 PEERS = r"DistributedDataParallel|DataParallel|fully_shard|FullyShardedDataParallel|ZeroRedundancyOptimizer"
 PEERS += r"|distributed\.(fsdp|pipelining|tensor|optim|checkpoint)|utils\.checkpoint|nn\.parallel"
-HEADINGS = ["Idea", "Memory", "Communication", "Costs", "Run", "Left out"]
+HEADINGS = ["Idea", "Timeline", "Memory", "Sent", "Run", "Left out"]
 
 
 @every_lesson

@@ -5,20 +5,18 @@ Idea
     the summed gradients, and then sends its new weights to all. The reduce-scatter and the all-gather are the
     two halves of ddp.py's all-reduce (ZeRO, arXiv 1910.02054, sections 5.1 and 7.2.1).
 
+Timeline
+    compute |          | forward 1 | forward 2 | backward 2 | backward 1       |                  | clip, step
+    network | gather 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1 |
+
 Memory (bytes; P parameters, U in the largest unit, N ranks)
     parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
     gradients     wP + gwU + cP/N              g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
 
-Communication
-    compute |          | forward 1 | forward 2 | backward 2 | backward 1       |                  | clip, step
-    network | gather 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1 |
-
-Costs (bytes that a rank of a ring sends in a step)
+Sent (bytes that a rank of a ring sends in a step)
     reduce-scatter    wP(N-1)/N                over gloo an all-to-all of the same bytes, then one local sum
     all-gather        wP(N-1)/N                together what ddp.py's all-reduce sends
-    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
-    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    E in no unit; the first, the last, or more
 
 Run
     torchrun --nproc_per_node=2 zero1.py

@@ -5,21 +5,19 @@ Idea
     block, say) are reduce-scattered and freed as soon as backward has them all, in every microbatch; a rank
     accumulates its shard of the sum (ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1).
 
+Timeline
+    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2       | backward 1       | clip
+    network | gather 2  | gather 3  |           |            | reduce-scatter 3 | reduce-scatter 2 | 1
+
 Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
     gradients     mP/N + w(E+(2+g)U)           m max(w, 4); g 1 over gloo (its receive buffer), else 0
     optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
     Whole gradients: the root's E, U of the unit in backward, U of one on its way, gU in its receive buffer.
 
-Communication
-    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2       | backward 1       | clip
-    network | gather 2  | gather 3  |           |            | reduce-scatter 3 | reduce-scatter 2 | 1
-
-Costs (bytes that a rank of a ring sends in a step)
+Sent (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(N-1)/N               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        wP(N-1)/N                with k = 1 microbatch together what ddp.py sends
-    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
-    exposed       6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)
 
 Run
     torchrun --nproc_per_node=2 zero2.py

@@ -6,6 +6,10 @@ Idea
     2304.11277, section 3). The next unit's weights travel while this one computes. Freeing empties a storage
     and keeps its tensors: the views that autograd saved are valid again once the storage is refilled.
 
+Timeline (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
+    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
+    network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
+
 Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     parameters    mP/N + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
     gradients     mP/N + w(E+(2+g)U)           g 1 over gloo (its receive buffer), else 0
@@ -13,15 +17,9 @@ Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
     Whole weights: the root's E, U of the unit in use, fU of those gathered ahead.
     Whole gradients: the root's E, U of the unit in backward, U of one on its way, gU in its receive buffer.
 
-Communication (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
-    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
-    network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
-
-Costs (bytes that a rank of a ring sends in a step)
+Sent (bytes that a rank of a ring sends in a step)
     reduce-scatter    kwP(N-1)/N               over gloo an all-to-all of the same bytes, then one local sum
     all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
-    compute       Qkbs    FLOPs; Q, n, A, Y: single.py
-    exposed       6(N-1)A+kmax(nw(E+U),nwP-min(1,f)Y)+kmax(nw(E+U),nw(2P-E-(1+f)U)-2Y)
     Nearly 3P elements for each of k microbatches, where ddp.py sends 2P in a step.
 
 Run

@@ -6,24 +6,21 @@ Idea
     a rank would be idle (Zero Bubble, arXiv 2401.10241, section 2). In ZB-H1 each rank holds N microbatches,
     from F to W. In ZB-H2 rank i runs 2(N-i)-1 forwards, F, before its first B, then never idles.
 
-Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; other letters: single.py)
-    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
-    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight: 1f1b min(k,N-i), zb-h1 min(k,N), zb-h2 min(k,2N-1); from B to W two factors a linear layer.
-
-Communication (zb-h1, 4 ranks; F sends its output a row down, B a gradient up; a column is a turn; . is idle)
+Timeline (zb-h1, 4 ranks; F sends its output a row down, B a gradient up; a column is a turn; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
 
-Costs (bytes that the busiest rank sends in a step of k microbatches)
+Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; other letters: docs/formulas.md)
+    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
+    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
+    In flight: 1f1b min(k,N-i), zb-h1 min(k,N), zb-h2 min(k,2N-1); from B to W two factors a linear layer.
+
+Sent (bytes that the busiest rank sends in a step of k microbatches)
     send          min(2,N-1)kwbsh              F: its output, to the next stage; B: its input's gradient, back
     all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
-    compute       (6R+12Lhs/N)kbs              FLOPs of the largest stage; nothing hides messages
-    idle          (N-1)/(3k)           without --schedule 1f1b, if F = B = W, k >= 2N-1: all await the norm
-    idle          (N-1)/k              x compute, with --schedule 1f1b
 
 Run
     torchrun --nproc_per_node=2 zero_bubble.py --accum 8

@@ -6,7 +6,12 @@ Idea
     Tensor-parallel ranks have equal inputs: each keeps 1/N, on the GPU (ZeRO's P_a) or on the host (P_a+cpu;
     arXiv 1910.02054, section 6.1). While block 4 recomputes, they all-gather the input of block 3.
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: single.py)
+Timeline
+    Ranks train on the same batch, as those of a tensor-parallel group do.
+    compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
+    network |           |           |      | gather 4 | gather 3    |            | gather 2    | ...
+
+Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
     parameters     (w+c)P
     gradients      wP+3cG/2                      G, 2^24 or a larger tensor, in bf16 and fp32
     optimizer      KP
@@ -15,15 +20,8 @@ Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters
     numbers of norms, a of heads (log-sum-exp). The last norm has 2h and 2 numbers, the loss v.
     In backward 17wbsh more: 15 of a block, its input, the next one's. Buffers do not grow with P (its C_B).
 
-Communication
-    Ranks train on the same batch, as those of a tensor-parallel group do.
-    compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
-    network |           |           |      | gather 4 | gather 3    |            | gather 2    | ...
-
-Costs (bytes that a rank of a ring sends in a step of k microbatches)
-    all-gather     kwbshL(N-1)/N
-    compute        11Qkbs/9                      FLOPs: a second forward; Q, n, A, Y: single.py
-    exposed        4(N-1)A+max(knwbsh,knwbshL-3kY)    offload: to the host and back kwbshL/N
+Sent (bytes that a rank of a ring sends in a step of k microbatches)
+    all-gather     kwbshL(N-1)/N    offload: instead, kwbshL/N to the host and as much back
 
 Run
     torchrun --nproc_per_node=2 zero_r.py

@@ -85,7 +85,7 @@ def prose(source):
 
 def sections(docstring):
     """(heading, remark, [(kind, lines)]) of each section of a lesson's docstring."""
-    found = re.split(r"^(Idea|Memory|Communication|Costs|Run|Left out)(.*)$", docstring, flags=re.M)[1:]
+    found = re.split(r"^(Idea|Timeline|Memory|Sent|Run|Left out)(.*)$", docstring, flags=re.M)[1:]
     for heading, remark, body in zip(found[::3], found[1::3], found[2::3]):
         lines = [line[4:] for line in body.strip("\n").split("\n")]
         blocks = [(name, list(own)) for name, own in groupby(lines, partial(kind, heading))]
@@ -99,7 +99,7 @@ def kind(heading, line):
         return "timeline"
     if "  " not in line:
         return "prose"
-    return "verbatim" if heading == "Communication" else "table"
+    return "verbatim" if heading == "Timeline" else "table"
 
 
 def timeline(lines):

@@ -42,6 +42,59 @@ Communication
 import math
 from collections import namedtuple
 
+# What a step of each lesson takes; docs/results/time.md explains it, tools/clock.py computes it. Of a rank:
+# `compute` FLOPs; `exposed` bytes, those that no computation hides (without such a row: all that are sent);
+# `idle`, as a part of the time that `compute` takes. With the letters of tools/letters.py, and
+# Q FLOPs of a token, 6P+12Lhs, a third of them in forward (PaLM, arXiv 2204.02311, appendix B); n (N-1)/N;
+# A bytes that travel in a message's latency; Y those in the whole model's forward of a microbatch; B bytes of
+# ddp.py's last bucket.
+TIME = """
+single             compute  Qkbs
+collectives        compute  Qkbs
+dp_threads         compute  Qkbs                    of a replica, beside the others
+dp_async           compute  Qkbs                    of a worker, beside the others
+ddp                compute  Qkbs
+ddp                exposed  4(N-1)A+max(2nB,2nwP-2Y)    the last bucket, or what backward is too short to hide
+zero1              compute  Qkbs
+zero1              exposed  6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    first gather, last reduction
+zero2              compute  Qkbs
+zero2              exposed  6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)
+zero3              compute  Qkbs
+zero3              exposed  6(N-1)A+kmax(nw(E+U),nwP-min(1,f)Y)+kmax(nw(E+U),nw(2P-E-(1+f)U)-2Y)
+hsdp               compute  Qkbs
+hsdp               exposed  8(N-1)A+2kw(E+U)(F-1)/F+max(2w(U/F)(N-F)/N,2w(P/F)(N-F)/N-2Y)
+muon               compute  Qkbs+280Lhhh/N          without --gather: 5 x 2pp(2q+p) for a p x q matrix, p <= q
+muon               compute  Qkbs+280Lhhh            with --gather, as in DDP
+muon               exposed  6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    without --gather
+diloco             compute  HQkbs
+diloco             exposed  2n(mP+NA)               without --delay; with it nothing, if H steps take longer
+offload            compute  Qkbs
+offload            exposed  6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)    between ranks, without --params
+tensor_parallel    compute  Qkbs/N
+tensor_parallel    exposed  2k(N-1)(4L+5)A+2knbs((2L+1)wh+3m)+max(0,2knbs(2L+1)wh-kY/N/2)    in forward all
+sequence_parallel  compute  Qkbs/N
+sequence_parallel  exposed  k(N-1)(10L+9)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)    in forward all
+context_parallel   compute  Qkbs/N                  attention to many tokens hides messages
+expert_parallel    compute  (6(D+MtU)+12Lhs)kbs/N   if tokens are spread evenly; nothing hides messages
+pipeline           compute  (6R+12Lhs/N)kbs         of the largest stage; nothing hides messages
+pipeline           idle     (N-1)/C/k               without --schedule naive; of the whole step (N-1)/(Ck+N-1)
+pipeline           idle     N-1                     with --schedule naive
+zero_bubble        compute  (6R+12Lhs/N)kbs         of the largest stage; nothing hides messages
+zero_bubble        idle     (N-1)/(3k)              without --schedule 1f1b, if F = B = W and k >= 2N-1
+zero_bubble        idle     (N-1)/k                 with --schedule 1f1b
+pipeline_v         compute  (6R+12Lhs/N)kbs         of the largest pair of stages; nothing hides messages
+pipeline_v         idle     (N-1)/(6k)              if F = B = W and k >= 2N: all wait for the norm
+parallel_3d        compute  (6R+12Lhs/t/p)kbs       of the largest stage
+parallel_3d        idle     (p-1)/k
+checkpointing      compute  Qkbs                    without --policy full: no matrix product again
+checkpointing      compute  11Qkbs/9      with --policy full: a second forward, less one product a block
+zero_r             compute  11Qkbs/9                a second forward
+zero_r             exposed  4(N-1)A+max(knwbsh,knwbshL-3kY)
+fusion             compute  Qkbs
+resume             compute  Qkbs
+survive            compute  Qkbs/N                  k microbatches of all members
+"""
+
 Shape = namedtuple("Shape", "layers heads hidden seq vocab")
 BYTES = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}  # of a parameter, of its gradient, in the optimizer
 

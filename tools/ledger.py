@@ -126,7 +126,7 @@ def result_of(lesson, config, watch, history, clock=None):
             name = "reduce-scatter"
         result["sent"].setdefault(name, {"formula": 0})[what] = number
     of_time = read_formulas(lesson, config, True)
-    result["flops"] = {"formula": evaluate(of_time["compute"], letters), "measured": computed}
+    result["flops"] = {"formula": evaluate(of_time.get("compute", "0"), letters), "measured": computed}
     result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
     if clock:
         result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
@@ -141,7 +141,9 @@ def show(result, formulas):
             expected, measured = f"{row['formula'] / 1e6:.2f} MB", f"{row[column] / 1e6:.2f} MB"
             print(f"  {name:<16}{formulas.get(name, '-'):<28}{expected:>12}{measured:>12}")
     flops = result["flops"]
-    print(f"{'FLOPs':<18}{formulas['compute']:<28}{flops['formula']:>12.3e}{flops['measured']:>12.3e}")
+    print(
+        f"{'FLOPs':<18}{formulas.get('compute', '-'):<28}{flops['formula']:>12.3e}{flops['measured']:>12.3e}"
+    )
     if "ms" in result:
         print("ms of a step")
         for part, row in result["ms"].items():
@@ -238,7 +240,8 @@ def main():
     else:
         config = lesson.parse(flags)
         lines = config.steps // getattr(config, "inner_steps", 1)
-        clock = Clock(lesson, given.machine) if lines > 2 and not given.trace else None
+        is_known = "compute" in read_formulas(lesson, config, True)
+        clock = Clock(lesson, given.machine) if lines > 2 and is_known and not given.trace else None
         film = Film(lesson) if given.film else None
         result = result_of(lesson, config, *run(lesson, config, given.trace, film), clock)
         if film:

@@ -7,23 +7,25 @@ of a parameter's optimizer state; G so stepped at a time; f units gathered ahead
 over gloo. With M mixtures of X experts on e ranks, of which a token takes t: U parameters in an expert, D
 outside them; an all-to-all depends on tokens, the formula is its mean. H parameters in Muon's matrices, O of
 them on the rank with most, q bytes of a number in Newton-Schulz, o bytes of an outer momentum. H are
-diloco.py's steps from exchange to exchange; letters of time alone are in single.py.
+diloco.py's steps from exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
 """
 
 import re
 from collections import Counter
 
 import torch
-
-TIME = ("compute", "exposed", "idle")
+from formulas import TIME
 
 
 def read_formulas(lesson, config, of_time=False):
-    """{what is held or sent, or takes time: formula}. A line may be `with --policy full`, or `without`."""
+    """{what is held or sent: formula} of a lesson's docstring; of_time: {what takes time: formula} of TIME.
+
+    A line may be `with --policy full`, or `without`."""
+    text = lesson.__doc__
+    if of_time:
+        text = "".join(re.findall(rf"^{lesson.__name__} +(.*\n)", TIME, re.M))
     formulas = {}
-    for name, formula, more in re.findall(r"^    ([a-z-]+)  +(\S+(?: \S+)*)(.*)", lesson.__doc__, re.M):
-        if (name in TIME) != of_time:
-            continue
+    for name, formula, more in re.findall(r"^(?:    )?([a-z-]+)  +(\S+(?: \S+)*)(.*)", text, re.M):
         choice = re.search(r"(with|without) --(\w+) ?(\w*)", more)
         if not choice or (getattr(config, choice[2]) in (True, choice[3])) == (choice[1] == "with"):
             formulas[name] = formula
