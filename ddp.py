@@ -1,35 +1,40 @@
-"""DDP: every rank has the whole model and trains on 1/N of the batch; gradients are averaged during backward.
+"""DDP: each rank trains a copy of the model on its part of the batch; the ranks average their gradients.
 
 Idea
-    Each of N ranks computes the gradients of its share of the batch. Their mean over ranks is the gradient of
-    the whole batch, so all ranks take the same step. Backward reaches the last layers first; their gradients
-    travel, in buckets, while it computes those of earlier layers (PyTorch Distributed, arXiv 2006.15704).
+    Each of N ranks computes the gradients of its 1/N of the batch. Their average over all ranks is the
+    gradient of the whole batch. So if all ranks start from the same weights and make the same updates, their
+    copies stay equal, and they train as one process would with the whole batch.
+
+    Averaging need not wait for the end of backward. Backward computes the gradients of the last layers first,
+    and these can travel while it is busy with earlier layers (PyTorch Distributed, arXiv 2006.15704, 3.2).
 
 Timeline
     compute | forward | backward: layer 4 | layer 3  | layer 2  | layer 1  |          | clip, step
     network |         |                   | bucket 1 | bucket 2 | bucket 3 | bucket 4 |
 
-Memory (bytes; P parameters, N ranks)
-    parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wP+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
-    optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
+Memory (bytes on each rank; P parameters)
+    parameters    (w+c)P        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
+    gradients     wP+3cG/2      in bf16 MasterWeights copies G gradients at a time, 2^24 or one tensor's
+    optimizer     KP            K = 8 for AdamW's two moments, 0 for SGD
 
-Sent (bytes that a rank of a ring sends in a step)
-    all-reduce    2wP(N-1)/N  an all-reduce of S bytes sends 2S(N-1)/N; only the last microbatch's
+Sent (bytes, by each of N ranks in each step)
+    all-reduce    2wP(N-1)/N    in a ring; in the last microbatch only
 
 Run
     torchrun --nproc_per_node=2 ddp.py
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers.
+    Buffers, such as BatchNorm's statistics, are not averaged: each rank has those of its own batches.
+    A parameter that a step does not use is an error. If no backward of a step is its last one, the gradients
+    are not averaged. The module must not be cast or moved to another device once it is wrapped.
 """
 
 import argparse
 import os
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from collections import deque
 from functools import partial
 from pathlib import Path
 from weakref import proxy
@@ -37,135 +42,160 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
+import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
 
 
+def average_gradients(model):
+    """All that DDP does, if time does not matter: call it after backward, as --no-overlap does."""
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+
+
+# This works, but it has two problems. While gradients travel, nothing is computed. And each parameter is a
+# message of its own, although a small message takes almost as long as a larger one. So the class below packs
+# gradients into buckets, and sends each bucket as soon as backward has filled it.
+
+
 class DDP(nn.Module):
-    """Averages a module's gradients over the ranks of `group` (2006.15704, 3.2). Plainly, after backward:
+    """Wraps a module. After a backward every .grad is the average over all ranks.
 
-        for param in module.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
+    To accumulate gradients over several backwards, set is_last_backward to False for all but the last one.
+    bucket_cap_mb: MiB of gradients in a bucket (None: a fifth of all gradients, but at most 25)."""
 
-    Here gradients travel during backward, in buckets of bucket_cap_mb MiB (None: a fifth of all, at most 25).
-    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
-
-    def __init__(self, module, bucket_cap_mb=None, group=None):
+    def __init__(self, module: nn.Module, bucket_cap_mb: float | None = None):
         super().__init__()
         self.module = module
-        self.syncing = True
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, group_src=0, group=group)
-        self.units = []
-        for params in fill_buckets(module, bucket_cap_mb):
-            unit = Unit(params, group)
-            unit.hook = partial(self._gradient_ready, unit)
-            for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(proxy(unit.hook))  # a strong one is never freed
-            self.units.append(unit)
+        self.is_last_backward = True
+        self.waiting = deque()  # during a last backward: the buckets that have not been sent yet
+        # All ranks start from rank 0's weights and buffers.
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+        self.params = [param for param in module.parameters() if param.requires_grad]
+        self.buckets = [Bucket(params) for params in fill_buckets(self.params, bucket_cap_mb)]
+        # Autograd calls _gradient_ready as soon as a parameter has its gradient. It gets a weak reference,
+        # because Python's garbage collector does not see what hooks refer to, and would never free it.
+        for bucket in self.buckets:
+            bucket.hook = partial(self._gradient_ready, bucket)
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(proxy(bucket.hook))
 
     def forward(self, *args, **kwargs):
+        self._check()
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self):
-        """For all of a step's backwards but the last: gradients add up on this rank only."""
-        self.syncing = False
-        try:
-            yield
-        finally:
-            self.syncing = True
-
-    def _gradient_ready(self, unit, weight):
-        if weight not in unit.pending:
-            raise RuntimeError("a gradient came twice: a backward before this one has failed")
-        unit.collect(weight)
-        if not self.syncing:
+    def _gradient_ready(self, bucket, param):
+        bucket.collect(param)
+        if not self.is_last_backward:
             return
-        if len(unit.pending) == len(unit.weights):  # the unit's first gradient in this backward
+        if not self.waiting:  # this is the first gradient of this backward
+            self.waiting.extend(self.buckets)
+            # Autograd calls _end_backward when this whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        unit.pending.remove(weight)
-        for unit in self.units:  # in this order on all ranks, or they would add up different units
-            if unit.pending:
-                break
-            if not unit.reduce_work:
-                unit.start_reduce()
+        bucket.pending.remove(param)
+        # All ranks must send their buckets in the same order: the n-th all-reduce of a rank is added to the
+        # n-th of the others. So a full bucket waits for those before it.
+        while self.waiting and not self.waiting[0].pending:
+            self.waiting.popleft().start_all_reduce()
 
     def _end_backward(self):
-        """Reduce what is left. Weights without a gradient count as zero."""
-        if not any(unit.unreduced or unit.reduce_work for unit in self.units):
-            return
-        for unit in self.units:
-            if not unit.reduce_work:
-                unit.start_reduce()
-        for unit in self.units:
-            unit.finish_reduce()
+        self._check()
+        for bucket in self.buckets:
+            bucket.finish_all_reduce()
 
-    def clip_grad_norm_(self, max_norm):
+    def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        self._end_backward()  # if the last backward was in no_sync()
-        grads = [unit.flat_grad for unit in self.units]
+        grads = [bucket.flat_grad for bucket in self.buckets]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         norm = squares.sqrt()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
+    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
 
-class Unit:
-    """A bucket: parameters whose gradients travel together, as views of flat_grad."""
+    def _check(self):
+        if self.waiting:
+            raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
+        if sum(param.requires_grad for param in self.module.parameters()) != len(self.params):
+            raise RuntimeError("requires_grad has changed: freeze parameters before you wrap the module")
 
-    def __init__(self, params, group):
-        self.group = group
-        self.world_size = dist.get_world_size(group)
+
+class Bucket:
+    """Parameters whose gradients travel together: each .grad is a view of flat_grad."""
+
+    def __init__(self, params):
+        self.params = params
+        self.pending = set(params)  # those that have no gradient yet
         self.flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
-        self.weights = params
-        self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
-        self.pending = set(self.weights)  # gradients not ready yet
-        self.reduce_work = None
-        self.unreduced = False  # whether flat_grad has gradients still to be reduced
+        self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
 
-    def collect(self, weight):
-        """Move a weight's gradient into flat_grad."""
-        self.unreduced = True
-        view = self.grad_views[weight]
-        if weight.grad is None:
-            view.zero_()
-        elif weight.grad is not view:
-            view.copy_(weight.grad)
-        weight.grad = view  # to which later backwards add
+    def collect(self, param):
+        """Move a gradient into flat_grad. There autograd adds to it in later backwards."""
+        view = self.grad_views[param]
+        if param.grad is not view:  # this is the first gradient since zero_grad()
+            view.copy_(param.grad)
+            param.grad = view
 
-    def start_reduce(self):
-        """Start to all-reduce flat_grad."""
-        for weight in self.pending:
-            self.collect(weight)
-        self.unreduced = False
-        self.reduce_work = dist.all_reduce(self.flat_grad, group=self.group, async_op=True)
+    def start_all_reduce(self):
+        self.work = dist.all_reduce(self.flat_grad, async_op=True)
 
-    def finish_reduce(self):
-        """If a reduce is in flight, wait for it, and take the ranks' mean."""
-        if self.reduce_work:
-            self.reduce_work.wait()
-            self.reduce_work = None
-            self.pending = set(self.weights)
-            self.flat_grad.div_(self.world_size)
+    def finish_all_reduce(self):
+        self.work.wait()
+        self.flat_grad /= dist.get_world_size()
+        self.pending.update(self.params)
 
 
-def fill_buckets(module, cap_mb):
-    """Lists of parameters, the last ones first, each closed by the parameter that reaches cap_mb MiB."""
-    params = [param for param in module.parameters() if param.requires_grad][::-1]
+def fill_buckets(params, cap_mb):
+    """Lists of parameters of one dtype, the last ones first, each of cap_mb MiB or a little more."""
     if cap_mb is None:
         cap_mb = min(sum(param.nbytes for param in params) / 5 / 2**20, 25)
-    buckets = [[params[0]]]
-    for param in params[1:]:
-        cap = cap_mb if len(buckets) > 1 else min(cap_mb, 1)  # the first one leaves early
-        is_full = sum(param.nbytes for param in buckets[-1]) >= cap * 2**20
-        if is_full or param.dtype != buckets[-1][0].dtype:
+    buckets = [[]]
+    for param in reversed(params):
+        bucket = buckets[-1]
+        is_full = sum(each.nbytes for each in bucket) >= cap_mb * 2**20
+        if bucket and (is_full or param.dtype != bucket[0].dtype):
             buckets.append([])
         buckets[-1].append(param)
     return buckets
+
+
+def train(config):
+    device, text = set_up(config, f" | bucket cap {config.bucket_cap_mb} | no-overlap {config.no_overlap}")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    model = DDP(model, config.bucket_cap_mb)
+    optimizer_class = OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        loss = 0
+        for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
+            model.is_last_backward = i == config.accum and not config.no_overlap
+            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
+            microloss = mean_loss(model(inputs), targets) / config.accum
+            microloss.backward()
+            loss += microloss.detach()
+        if config.no_overlap:
+            average_gradients(model)
+        grad_norm = model.clip_grad_norm_(config.clip)
+        optimizer.step()
+        model.zero_grad()
+        dist.all_reduce(loss)
+        print_step(config, step, loss / world_size, grad_norm, started)
+    if config.save and rank == 0:
+        save_weights(model.module.state_dict(), config.save)
+
+
+def parse(arguments=None):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--bucket-cap-mb", type=float, help="MiB of gradients in an all-reduce")
+    own.add_argument("--no-overlap", action="store_true", help="average the gradients after backward")
+    return read_flags(arguments, own, bucket_cap_mb=(0, 1e9))
 
 
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
@@ -184,40 +214,6 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
             master.grad = None
             parts = torch._utils._unflatten_dense_tensors(master, params)
             torch._foreach_copy_(params, parts)
-
-
-def train(config):
-    device, text = set_up(config, f" | bucket cap {config.bucket_cap_mb} | no-overlap {config.no_overlap}")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    model = DDP(model, config.bucket_cap_mb)
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
-    for step in range(1, config.steps + 1):
-        started = time.perf_counter()
-        loss = 0
-        for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(model(inputs), targets) / config.accum
-            with nullcontext() if i == config.accum and not config.no_overlap else model.no_sync():
-                microloss.backward()
-            loss += microloss.detach()
-        grad_norm = model.clip_grad_norm_(config.clip)
-        optimizer.step()
-        model.zero_grad()
-        dist.all_reduce(loss)
-        print_step(config, step, loss / world_size, grad_norm, started)
-    if config.save and rank == 0:
-        save_weights(model.module.state_dict(), config.save)
-
-
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--bucket-cap-mb", type=float, help="MiB of gradients in an all-reduce")
-    own.add_argument("--no-overlap", action="store_true", help="communicate after backward")
-    return read_flags(arguments, own, bucket_cap_mb=(0, 1e9))
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -1,38 +1,41 @@
-"""HSDP: zero3.py inside a host, replicated across hosts: slow links carry an all-reduce of the shards alone.
+"""HSDP: zero3.py inside each node, whose ranks share a copy of the model; the nodes average their gradients.
 
 Idea
-    The model is sharded over F neighbours, say a host's ranks, as in zero3.py; the N/F hosts are replicas.
-    In a step's last backward, once a unit's gradients are reduce-scattered, ranks with the same shard in all
-    hosts all-reduce it, while earlier units compute (hybrid sharding: FSDP, arXiv 2304.11277, 3.2.2; MiCS,
-    arXiv 2205.00119). Nothing else leaves a host. As in zero3.py, freeing a unit's weights empties a storage
-    and keeps its tensors: the views that autograd saved are valid again once the storage is refilled.
+    zero3.py sends nearly 3P numbers in each microbatch, also between nodes, where links are slow. Here only
+    the F ranks of a node, or --shard F neighbours, share a copy of the model, and gather and reduce as in
+    zero3.py. The copies are replicas, as in ddp.py: ranks with the same shard average its gradient, 1/F of
+    what ddp.py sends (hybrid sharding: FSDP, arXiv 2304.11277, section 3.2.2; MiCS, arXiv 2205.00119).
 
-Timeline (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
+    Parameters travel in units: those of each transformer block are one, all others are one more, the root.
+    Each rank owns 1/F of every unit, its shard.
+
+Timeline (of three units, with --prefetch 1)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
-    in host | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
+    in node | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
     between |           |           |           |            |                            | all-reduce 3
 
-Memory (bytes; P parameters, U in the largest unit, E in none; F ranks share a copy)
-    parameters    mP/F + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
-    gradients     (m+c/2)P/F + w(E+(2+g)U)     g 1 over gloo (its receive buffer), else 0; c in bf16 4, else 0
-    optimizer     KP/F                         K the moments: AdamW 8, in fp64 16; SGD 0
-    Whole weights: the root's E, U of the unit in use, fU of those gathered ahead.
-    Whole gradients: the root's E, U of the unit in backward, U of one on its way, gU in its receive buffer.
+Memory (bytes on each of N ranks, F of which share a copy; P parameters, U in the largest unit, E in the root)
+    parameters    mP/F + w(E+(1+f)U)      w = 4 in fp32, 2 in bf16; m = max(w, 4); f = --prefetch
+    gradients     (m+c/2)P/F + w(E+(2+g)U)    c = 4 in bf16, else 0; g = 1 over gloo, else 0
+    optimizer     KP/F                    K = 8 for AdamW's two moments, 0 for SGD
+    Weights are unsharded in the root, in the unit that computes, and in f units on their way; gradients in
+    the root, in the unit in backward, and in one unit on its way.
 
-Sent (bytes that a rank of a ring sends in a step)
-    reduce-scatter    kwP(F-1)/F               over gloo an all-to-all of the same bytes, then one local sum
-    all-gather        kw(2P-E-(1+f)U)(F-1)/F   the root and the last 1+f units stay whole for their backward
-    all-reduce        2w(P/F)(N-F)/N           between hosts, in the last microbatch; of a host 2wP(N-F)/N
-    Over a host's link ddp.py sends 2wP(N-1)/N, zero3.py nearly 3kwP(N-1)/N (in rings of neighbours).
+Sent (bytes, by each rank in each step of k microbatches)
+    reduce-scatter    kwP(F-1)/F                in a ring, inside a node
+    all-gather        kw(2P-E-(1+f)U)(F-1)/F    the root and the last 1+f units are kept for their backward
+    all-reduce        2w(P/F)(N-F)/N            in a ring, between nodes; in the last microbatch only
 
 Run
     torchrun --nproc_per_node=4 hsdp.py
     torchrun --nproc_per_node=8 hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers.
-    Nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
-    outputs in containers that pytree does not know, units that only a step's earlier backwards use.
+    Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
+    All ranks must call forward together and use units in the same order, or some wait, or add up gradients of
+    different units. A weight is NaN outside of its unit's forward and backward, and so is what is made of it.
+    If the loss uses a tensor that a unit has made but not returned, backward reads freed memory: return it.
+    Wrong, and not noticed: an optimizer that does not treat each number alone, such as Muon (see muon.py).
 """
 
 import argparse
@@ -46,7 +49,7 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
+import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
@@ -57,240 +60,279 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class HSDP(nn.Module):
-    """Shards a copy of a module over each `shard` neighbouring ranks (2304.11277, 3.2.2).
+    """Wraps a module, in which each submodule of unit_class is a unit. shard_size neighbouring ranks share a
+    copy. Without overlap, two lines would make it of zero3.py:
 
-    Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
-    share, are one more, the root. All leave the module: model.parameters() are this rank's shards (fp32 for
-    bf16), for any elementwise torch optimizer. Parameters that differ in an attribute `kind` share none.
-    prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward. device:
-    of shards and units (None: where the parameters are).
-    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean; if syncing is
-    False, as it may be in all of a step's backwards but the last, that of the ranks that share this copy."""
+        reduce_scatter(unit.shard.grad, unit.flat_grad, group=shard_group)  # as there, in this node
+        all_reduce(unit.shard.grad, group=replica_group)  # the ranks of all nodes that have the same shard
 
-    def __init__(self, module, unit_class, shard, prefetch=1, reshard_after_forward=True, device=None):
+    The problem is that nothing is computed during the all-reduce. So here it starts as soon as the unit's
+    reduce-scatter has ended, and travels while backward computes earlier units.
+
+    parameters() are this rank's shards, for an optimizer that treats each number alone.
+    device: where the shards are, and unsharded units. (The module may be elsewhere.)
+    To accumulate gradients over several backwards, set is_last_backward to False for all but the last one."""
+
+    def __init__(self, module: nn.Module, unit_class: type, shard_size: int, prefetch=1, device=None):
         super().__init__()
         self.module = module
-        self.group, _ = dist.new_subgroups(shard)  # neighbours, which share a copy
-        holders = [range(i, dist.get_world_size(), shard) for i in range(shard)]  # of each shard
-        replica_group, _ = dist.new_subgroups_by_enumeration(holders)
-        self.syncing = True
         self.prefetch = prefetch
+        self.is_last_backward = True
+        self.group, replica_group = make_groups(shard_size)
+        self.waiting = set()  # during backward: the units that do not have all their gradients yet
+        self.reducing = None  # the unit whose gradients are travelling
+        # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
+        # _gradient_ready as soon as a parameter has its gradient. Autograd gets a weak reference, because
+        # Python's garbage collector does not see what its hooks refer to, and would never free it.
         self.units = []
-        for (submodule, kind, _), params in find_units(module, unit_class):
-            unit = Unit(module, params, device, self.group, replica_group)
-            unit.reshard_after_forward = reshard_after_forward and submodule is not module
-            unit.shard.kind = kind
+        for submodule, params in find_units(module, unit_class):
+            unit = Unit(params, device, self.group, replica_group)
+            self.units.append(unit)
+            unit.reshard_after_forward = submodule is not module
             submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
             submodule.register_forward_hook(partial(self._post_forward, unit))
             unit.hook = partial(self._gradient_ready, unit)
-            for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(proxy(unit.hook))  # a strong one is never freed
-            self.units.append(unit)
+            for param in params:
+                param.register_post_accumulate_grad_hook(proxy(unit.hook))
         for unit in self.units[-1 - prefetch :]:
             unit.reshard_after_forward = False  # backward begins with these
-        module.to(device=device)
-        for tensor in module.state_dict().values():  # buffers, frozen parameters
-            dist.broadcast(tensor, 0)
-        self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
         module.register_forward_pre_hook(self._begin_forward, prepend=True)
-        self.shards = nn.ParameterList(unit.shard for unit in self.units)
+        # All ranks start from rank 0's buffers and frozen weights. (Unit has done the same for the others.)
+        frozen = [param for param in module.parameters() if not param.requires_grad]
+        for tensor in (*frozen, *module.buffers()):
+            tensor.data = tensor.data.to(device)
+            dist.broadcast(tensor.detach(), 0)
+        self._protect()
+
+    def parameters(self, recurse=True):
+        return iter([unit.shard for unit in self.units])
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
     def _begin_forward(self, *_):
+        self._check()
+        # Units are still unsharded, and out of date, if no backward has followed their last forward.
         for unit in self.units:
-            unit.reshard()  # some may be whole and stale, after a forward without backward
+            unit.reshard()
 
-    def _unshard_from(self, unit, direction):
-        """All-gather a unit, and prefetch the next ones in this direction (1 or -1)."""
+    def _unshard(self, unit, direction):
+        # Gather a unit, and those that forward (direction 1) or backward (-1) needs next.
         i = self.units.index(unit)
         for each in self.units[i::direction][: 1 + self.prefetch]:
             each.unshard()
         unit.wait_for_unshard()
 
     def _pre_forward(self, unit, *_):
-        if not unit.in_backward:  # in it, activation checkpointing recomputes
-            self._unshard_from(unit, 1)
+        if not unit.in_backward:  # else activation checkpointing runs its forward again
+            self._unshard(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
         if unit.in_backward:
             return
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
-        for x in tree_leaves(output):
-            if getattr(x, "requires_grad", False):
-                x.register_hook(partial(self._pre_backward, unit))
+        tensors = [x for x in tree_leaves(output) if getattr(x, "requires_grad", False)]
+        if torch.is_grad_enabled() and not tensors:
+            raise RuntimeError("a unit must return a tensor that requires a gradient, or a tree of such")
+        for tensor in tensors:
+            tensor.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
+        # The gradient of this unit's output is there. So backward has left the units after it, which have all
+        # their gradients. (Until now it may have needed their weights, for the gradients of their inputs.)
+        for each in self.units:
+            if not each.pending:
+                each.reshard()
         unit.in_backward = True
-        self._unshard_from(unit, -1)
+        self._unshard(unit, -1)
 
-    def _gradient_ready(self, unit, weight):
-        if weight not in unit.pending:
-            raise RuntimeError("a gradient came twice: a backward before this one has failed")
-        unit.collect(weight)
-        if len(unit.pending) == len(unit.weights):  # the unit's first gradient in this backward
+    def _gradient_ready(self, unit, param):
+        if not self.waiting:  # this is the first gradient of this backward
+            self.waiting.update(self.units)
+            # Autograd calls _end_backward when this whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        unit.pending.remove(weight)
+        unit.collect(param)
         if not unit.pending:
-            unit.reshard()  # all gradients are here: nothing in backward reads a weight any more
-            self.reducing.finish_reduce(self.syncing)  # one unit's gradients travel at a time
-            self.reducing = unit
-            unit.start_reduce()
+            self._post_backward(unit)
+
+    def _post_backward(self, unit):
+        # A unit has all its gradients. They travel while backward computes those of the next unit.
+        self.waiting.remove(unit)
+        if self.reducing:
+            self._reduce_across_nodes()
+        unit.start_reduce_scatter()
+        self.reducing = unit
+
+    def _reduce_across_nodes(self):
+        # The node's average of a unit's gradients is there. In the last backward all nodes average theirs.
+        self.reducing.finish_reduce_scatter()
+        if self.is_last_backward:
+            self.reducing.start_all_reduce()
 
     def _end_backward(self):
-        """Reduce what is left. Weights without a gradient count as zero."""
+        self._check()
+        self._reduce_across_nodes()
+        self.reducing = None
         for unit in self.units:
-            if unit.unreduced:
-                unit.reshard()
-                unit.start_reduce()
-            unit.finish_reduce(self.syncing)
-            unit.finish_all_reduce()
+            if self.is_last_backward:
+                unit.finish_all_reduce()
+            unit.reshard()
+            unit.pending.update(unit.params)
 
-    def clip_grad_norm_(self, max_norm):
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [shard.grad for shard in self.shards if shard.grad is not None]
+        if not self.is_last_backward:
+            raise RuntimeError("the last backward of a step must have is_last_backward = True")
+        grads = [unit.shard.grad for unit in self.units]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
-        dist.all_reduce(squares, group=self.group)  # not across: replicas have the same
+        dist.all_reduce(squares, group=self.group)  # not across nodes: replicas have the same
         norm = squares.sqrt()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
     def full_state_dict(self):
-        """The plain module's state_dict on rank 0's CPU; {} elsewhere. All ranks must call it."""
+        """The plain module's state_dict, on rank 0's CPU; {} on other ranks. All ranks must call it."""
         state_dict = {}
+        sharded = {param for unit in self.units for param in unit.params}
         for unit in self.units:
-            unit.reshard()  # it may be whole and stale
+            unit.reshard()  # it may be out of date
             unit.unshard()
             unit.wait_for_unshard()
-            if dist.get_rank() == 0:
-                for name, tensor in self.module.state_dict().items():  # what is whole now
-                    state_dict[name] = tensor.to("cpu", copy=True)
+            for name, tensor in nn.Module.state_dict(self.module, keep_vars=True).items():
+                is_new = tensor in unit.grad_views or (tensor not in sharded and name not in state_dict)
+                if is_new and dist.get_rank() == 0:
+                    state_dict[name] = tensor.detach().to("cpu", copy=True)
             unit.reshard()
         return state_dict
 
+    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
+
+    def _check(self):
+        if self.waiting:
+            raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
+
+    def _protect(self):
+        for submodule in self.modules():
+            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
+                setattr(submodule, name, refuse_use)
+        self.module.state_dict = refuse_use
+
+
+def refuse_use(*args, **kwargs):
+    raise RuntimeError("use parameters() and full_state_dict() of the wrapper; load, freeze, move first")
+
 
 class Unit:
-    """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/F of it.
+    """Parameters that travel together. They are views of flat_param, their gradients of flat_grad, which has
+    memory only from the first gradient in a backward until it has been sent; flat_param has memory only while
+    the unit is unsharded.
 
-    While a unit is not whole, a ShardedWeight stands for each weight.
-    In the module buffers replace them, which state_dict() has and no optimizer takes: `weights`, views of
-    flat_param. .data gives each a version counter of its own: else an all-gather between a forward and its
-    backward would be an error. Gradients move into views of flat_grad."""
+    shard, which the optimizer updates, is a copy of this rank's 1/F of flat_param (in bf16 an fp32 copy)."""
 
-    def __init__(self, module, params, device, group, replica_group):
+    def __init__(self, params, device, group, replica_group):
+        rank, self.n_shards = dist.get_rank(group), dist.get_world_size(group)
         self.group = group
         self.replica_group = replica_group
-        self.world_size = dist.get_world_size(group)
-        flat = nn.utils.parameters_to_vector(params).detach().to(device=device)
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.world_size))
+        self.params = params
+        self.pending = set(params)  # those that have no gradient yet
+        if len({param.dtype for param in params}) > 1:
+            raise ValueError("the parameters of a unit must be of one dtype")
+        flat = torch.cat([param.detach().flatten() for param in params]).to(device)
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to N equal parts
         dist.broadcast(self.flat_param, 0)
+        self.param_views = unflatten(self.flat_param, params)
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.part = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's
-        self.shard = nn.Parameter(self.part.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
-        self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
-        self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
-        self.flat_grad.untyped_storage().resize_(0)  # last: no view can be made of an empty one
-        weight_of = dict(zip(params, self.weights))
-        self.slots = []  # (submodule, name, weight)
-        for submodule in module.modules():
-            for name, param in list(submodule._parameters.items()):
-                if param in weight_of:
-                    delattr(submodule, name)
-                    submodule.register_buffer(name, weight_of[param])
-                    self.slots.append((submodule, name, weight_of[param]))
-        self.pending = set(self.weights)  # gradients not ready yet
-        self.all_gather_work = self.reduce_work = self.all_reduce_work = None
-        self.unreduced = False  # whether flat_grad has gradients still to be reduced
+        self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
+        self.flat_grad.untyped_storage().resize_(0)  # only now: no view can be made of an empty storage
+        self.own_param = self.flat_param.chunk(self.n_shards)[rank]
+        shard_dtype = torch.promote_types(flat.dtype, torch.float32)
+        self.shard = nn.Parameter(self.own_param.to(shard_dtype, copy=True))
+        self.nan = flat.new_tensor(torch.nan)
+        self.gather_work = None
         self.reshard()
 
-    @torch.no_grad()
     def unshard(self):
-        """Start to all-gather the weights, if they are not here or on their way."""
-        storage = self.flat_param.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.flat_param.nbytes)
-            self.part.copy_(self.shard)
-            self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
+        """Start to all-gather the weights, unless they are here or on their way."""
+        if self.flat_param.untyped_storage().nbytes() == 0:
+            self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
+            self.own_param.copy_(self.shard.data)
+            self.gather_work = all_gather(self.flat_param, self.own_param, group=self.group, async_op=True)
 
     def wait_for_unshard(self):
-        if self.all_gather_work:
-            self.all_gather_work.wait()
-            self.all_gather_work = None
-            for submodule, name, weight in self.slots:
-                del vars(submodule)[name]
-                submodule._buffers[name] = weight
+        if self.gather_work:
+            self.gather_work.wait()
+            self.gather_work = None
+            for param, view in zip(self.params, self.param_views):
+                param.data = view
 
     def reshard(self):
-        """Free the weights, and end their unit's backward."""
+        """Free the weights. Parameters keep their shapes, but one NaN takes the place of their numbers."""
         self.in_backward = False
         self.wait_for_unshard()
-        if self.flat_param.untyped_storage().nbytes() > 0:
-            self.flat_param.untyped_storage().resize_(0)
-            for submodule, name, _ in self.slots:
-                del submodule._buffers[name]
-                vars(submodule)[name] = ShardedWeight()  # not by setattr, which an nn.LSTM overrides
+        self.flat_param.untyped_storage().resize_(0)
+        for param in self.params:
+            param.data = self.nan.expand(param.shape)
 
-    def collect(self, weight):
-        """Move a weight's gradient into flat_grad."""
-        if self.flat_grad.untyped_storage().nbytes() == 0:
+    def collect(self, param):
+        """Move a gradient into flat_grad."""
+        self.pending.remove(param)
+        if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
-            self.flat_grad.zero_()
-        self.unreduced = True
-        self.grad_views[weight].add_(weight.grad)
-        weight.grad = None
+            self.flat_grad.zero_()  # for the padding
+        self.grad_views[param].copy_(param.grad)
+        param.grad = None
 
-    def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's sends twice as much: there all-to-all, then a sum.)"""
-        self.unreduced = False
-        gloo = dist.get_backend(self.group) == "gloo"
+    def start_reduce_scatter(self):
+        # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
+        gloo = dist.get_backend() == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.part)
+        self.received = torch.empty_like(self.flat_grad if gloo else self.own_param)
         self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
 
-    def finish_reduce(self, syncing):
-        """If a reduce is in flight, wait, take the ranks' mean, and if syncing start its all-reduce."""
-        if self.reduce_work:
-            self.reduce_work.wait()
-            self.reduce_work = None
-            self.pending = set(self.weights)
-            if self.shard.grad is None:
-                self.shard.grad = torch.zeros_like(self.shard)
-            for gradient in self.received.view(-1, len(self.part)):
-                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # the ranks' mean
-            self.flat_grad.untyped_storage().resize_(0)  # freed
-            self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
-            if syncing:
-                self.total = self.shard.grad.to(self.part.dtype)  # in bf16 a copy, else the same memory
-                self.all_reduce_work = dist.all_reduce(self.total, group=self.replica_group, async_op=True)
+    def finish_reduce_scatter(self):
+        self.reduce_work.wait()
+        self.flat_grad.untyped_storage().resize_(0)
+        if self.shard.grad is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        for gradient in self.received.view(-1, len(self.own_param)):
+            self.shard.grad.add_(gradient, alpha=1 / self.n_shards)  # the node's average
+        self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
+
+    def start_all_reduce(self):
+        self.total = self.shard.grad.to(self.own_param.dtype)  # a copy for bf16, else the same memory
+        self.all_reduce_work = dist.all_reduce(self.total, group=self.replica_group, async_op=True)
 
     def finish_all_reduce(self):
-        """If an all-reduce is in flight, wait for it, and take the replicas' mean."""
-        if self.all_reduce_work:
-            self.all_reduce_work.wait()
-            # What an earlier backward left is the same in all replicas, and so is its mean.
-            torch.div(self.total, dist.get_world_size(self.replica_group), out=self.shard.grad)
-            self.all_reduce_work = self.total = None
+        self.all_reduce_work.wait()
+        torch.div(self.total, dist.get_world_size(self.replica_group), out=self.shard.grad)
+        self.total = None
 
 
-class ShardedWeight:
-    """Stands in a module where a weight was. Torch's errors show its name."""
+def make_groups(shard_size):
+    """(the ranks that share this rank's copy, the ranks of other copies that have the same shard)"""
+    group, _ = dist.new_subgroups(shard_size)  # neighbours
+    holders = [range(i, dist.get_world_size(), shard_size) for i in range(shard_size)]
+    replica_group, _ = dist.new_subgroups_by_enumeration(holders)
+    return group, replica_group
 
 
 def find_units(module, unit_class):
-    """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
-    homes = {}
+    """[(submodule, its parameters)]: the root, with what is in no unit or in several, then each unit."""
+    owner = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                homes[param] = module if param in homes else submodule
-    units = {}
+                owner[param] = module if param in owner else submodule
+    units = {module: []}
     for param in module.parameters():
         if param.requires_grad:
-            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
-            units.setdefault(key, []).append(param)
-    return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
+            units.setdefault(owner.get(param, module), []).append(param)
+    found = [(submodule, params) for submodule, params in units.items() if params]
+    if not owner or not found:
+        raise ValueError(f"the module has no {unit_class} with parameters, or all parameters are frozen")
+    return found
 
 
 def train(config):
@@ -304,9 +346,9 @@ def train(config):
         started = time.perf_counter()
         loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            model.is_last_backward = i == config.accum
+            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
             microloss = mean_loss(model(inputs), targets) / config.accum
-            model.syncing = i == config.accum
             microloss.backward()
             loss += microloss.detach()
         grad_norm = model.clip_grad_norm_(config.clip)
@@ -321,19 +363,19 @@ def train(config):
 
 
 def choose_shard(config):
-    """Without --shard, the ranks of a host; of a single host half of them, so that both groups show."""
+    """Without --shard, the ranks of a node; of a single node half of them, so that both groups show."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if host == world_size >= 4 and host % 2 == 0:
-        host //= 2
-    config.shard = config.shard or host
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if node == world_size >= 4 and node % 2 == 0:
+        node //= 2
+    config.shard = config.shard or node
     if world_size % config.shard:
         refuse(f"--shard {config.shard}: must divide the {world_size} ranks")
 
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--shard", type=int, help="ranks that share a copy (default: a host's, or half)")
+    own.add_argument("--shard", type=int, help="ranks that share a copy (default: a node's, or half)")
     own.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
     return read_flags(arguments, own, prefetch=(0, 7))
 

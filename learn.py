@@ -41,17 +41,17 @@ collectives-gather    | ring_all_gather | 10 | N - 1 times: pass on the chunk th
 dp_threads            | parallel_apply | 10 | a thread for each replica; outputs in the replicas' order
 dp_threads-sum        | sum_gradients | 15 | all replicas' gradients, added up on the first device
 dp_async              | Server.may_go_on | 10 | bsp waits for all, asp for nobody, ssp for the slowest worker
-ddp                   | div_(self.world_size) | 5 | all-reduce adds up, and the mean over ranks is wanted
+ddp                   | flat_grad /= dist.get_world_size() | 5 | all-reduce adds up, and the mean over ranks is wanted
 ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends at its cap
-ddp-overlap           | DDP._gradient_ready Unit.start_reduce Unit.finish_reduce | 30 | start during backward
-zero1                 | Unit.start_reduce Unit.finish_reduce | 20 | a rank needs the sum of its own 1/N only
-zero1-gather          | Unit.unshard Unit.wait_for_unshard | 15 | after a step the others lack this rank's 1/N
+ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | in backward
+zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs 1/N of it
+zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N
 zero1-units           | find_units | 15 | a unit for each block; the rest is the root's
-zero2                 | Unit.collect Unit.finish_reduce | 25 | whole gradients live from backward to reduction
+zero2                 | Unit.collect Unit.finish_reduce_scatter | 25 | gradients live until they are sent
 zero3                 | Unit.unshard Unit.wait_for_unshard Unit.reshard | 30 | a storage is filled and freed
-zero3-prefetch        | ZeRO3._unshard_from | 10 | the next unit travels while this one computes
+zero3-prefetch        | ZeRO3._unshard | 10 | the next unit travels while this one computes
 zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is called when
-hsdp                  | Unit.finish_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
+hsdp                  | Unit.start_all_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
 muon                  | newton_schulz | 20 | five steps, of the smaller of two squares
 diloco                | DiLoCo.start_reduce DiLoCo.finish_reduce | 15 | how far ranks move is a gradient
 offload               | Unit.start_reduce Unit.finish_reduce | 30 | reduce, copy down, add; main goes on

@@ -1,31 +1,38 @@
-"""ZeRO-2: as zero1.py, with the gradients sharded too: backward frees what other ranks step.
+"""ZeRO-2: as zero1.py, but each rank also holds only 1/N of the gradients: backward frees the rest.
 
 Idea
-    A rank that steps 1/N of the weights needs 1/N of the gradients. So the gradients of a unit (a transformer
-    block, say) are reduce-scattered and freed as soon as backward has them all, in every microbatch; a rank
-    accumulates its shard of the sum (ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1).
+    A rank that updates 1/N of the weights needs only 1/N of the gradients. So as soon as backward has all
+    gradients of a unit, they are reduce-scattered, and the unsharded ones are freed. This happens in every
+    microbatch: what a rank adds up is 1/N. (In zero1.py unsharded gradients add up, and travel in the last
+    microbatch only. ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1.)
 
-Timeline
+    Parameters travel in units: those of each transformer block are one, all others are one more, the root.
+    Each rank owns 1/N of every unit, its shard.
+
+Timeline (of three units)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2       | backward 1       | clip
     network | gather 2  | gather 3  |           |            | reduce-scatter 3 | reduce-scatter 2 | 1
 
-Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
-    parameters    wP + cP/N                    w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
-    gradients     mP/N + w(E+(2+g)U)           m max(w, 4); g 1 over gloo (its receive buffer), else 0
-    optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
-    Whole gradients: the root's E, U of the unit in backward, U of one on its way, gU in its receive buffer.
+Memory (bytes on each of N ranks; P parameters, U in the largest unit, E in the root)
+    parameters    wP + cP/N               w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
+    gradients     mP/N + w(E+(2+g)U)      m = max(w, 4); g = 1 over gloo, for a receive buffer, else 0
+    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD
+    Gradients are unsharded in the root, in the unit in backward, and in one unit on its way.
 
-Sent (bytes that a rank of a ring sends in a step)
-    reduce-scatter    kwP(N-1)/N               over gloo an all-to-all of the same bytes, then one local sum
-    all-gather        wP(N-1)/N                with k = 1 microbatch together what ddp.py sends
+Sent (bytes, by each rank in each step of k microbatches)
+    reduce-scatter    kwP(N-1)/N          in a ring
+    all-gather        wP(N-1)/N
 
 Run
     torchrun --nproc_per_node=2 zero2.py
     torchrun --nproc_per_node=8 zero2.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers.
-    Nested units, optimizers that are not elementwise, a fused one with zero_grad(set_to_none=False).
+    Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
+    All ranks must call forward together and use units in the same order, or some wait, or add up gradients of
+    different units. After an update only the whole model's forward gathers the weights, not a submodule's.
+    Wrong, and not noticed: an optimizer that does not treat each number alone, such as Muon (see muon.py); an
+    update, or zero_grad(set_to_none=False), between a forward and its step's last backward.
 """
 
 import argparse
@@ -39,7 +46,7 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
+import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
@@ -49,165 +56,192 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class ZeRO2(nn.Module):
-    """Shards a module's gradients and optimizer states over the ranks of `group` (ZeRO, section 5.2).
+    """Wraps a module, in which each submodule of unit_class is a unit. Without overlap, a backward would be
 
-    Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
-    share, are one more, the root. All leave the module: model.parameters() are this rank's shards (fp32 for
-    bf16), for any elementwise torch optimizer. Parameters that differ in an attribute `kind` share none.
-    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
+        loss.backward()
+        for unit in units:
+            reduce_scatter(received, unit.flat_grad)  # each rank gets 1/N of the sum
+            unit.shard.grad += received
+            unit.flat_grad = None  # free the unsharded gradients
 
-    def __init__(self, module, unit_class, group=None):
+    The problem is that all unsharded gradients would be there at the end of loss.backward(), and this peak
+    has to fit into memory. So here the gradients of a unit are sent and freed while backward goes on.
+
+    parameters() are this rank's shards, for an optimizer that treats each number alone.
+    If a step has several backwards, set is_last_backward to False for all but the last: it saves gathers."""
+
+    def __init__(self, module: nn.Module, unit_class: type):
         super().__init__()
         self.module = module
-        self.group = group
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, group_src=0, group=group)
+        self.is_last_backward = True
+        self.accumulating = False  # whether the last backward was not its step's last one
+        self.waiting = set()  # during backward: the units that do not have all their gradients yet
+        self.reducing = None  # the unit whose gradients are travelling
+        # All ranks start from rank 0's weights and buffers.
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+        # Hooks: the model's forward starts all gathers, a unit's waits for its own, and autograd calls
+        # _gradient_ready as soon as a parameter has its gradient. Autograd gets a weak reference, because
+        # Python's garbage collector does not see what its hooks refer to, and would never free it.
         self.units = []
-        for (submodule, kind, _), params in find_units(module, unit_class):
-            unit = Unit(module, params, group)
-            unit.shard.kind = kind
-            submodule.register_forward_pre_hook(unit.wait_for_unshard, prepend=True)
-            unit.hook = partial(self._gradient_ready, unit)
-            for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(proxy(unit.hook))  # a strong one is never freed
+        for submodule, params in find_units(module, unit_class):
+            unit = Unit(params)
             self.units.append(unit)
-        self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
-        module.register_forward_pre_hook(self._begin_forward, prepend=True)
-        self.shards = nn.ParameterList(unit.shard for unit in self.units)
+            submodule.register_forward_pre_hook(unit.wait_all_gather, prepend=True)
+            unit.hook = partial(self._gradient_ready, unit)
+            for param in params:
+                param.register_post_accumulate_grad_hook(proxy(unit.hook))
+        module.register_forward_pre_hook(self._pre_forward, prepend=True)
+        self._protect()
+
+    def parameters(self, recurse=True):
+        return iter([unit.shard for unit in self.units])
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def _begin_forward(self, *_):
-        for unit in self.units:
-            unit.unshard()
+    def _pre_forward(self, *_):
+        self._check()
+        # The new weights start to travel, all at once. While gradients accumulate there are no new ones.
+        if not self.accumulating:
+            for unit in self.units:
+                unit.start_all_gather()
 
-    def _gradient_ready(self, unit, weight):
-        if weight not in unit.pending:
-            raise RuntimeError("a gradient came twice: a backward before this one has failed")
-        unit.collect(weight)
-        if len(unit.pending) == len(unit.weights):  # the unit's first gradient in this backward
+    def _gradient_ready(self, unit, param):
+        if not self.waiting:  # this is the first gradient of this backward
+            self.waiting.update(self.units)
+            # Autograd calls _end_backward when this whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        unit.pending.remove(weight)
+        unit.collect(param)
         if not unit.pending:
-            self.reducing.finish_reduce()  # one unit's gradients travel at a time
-            self.reducing = unit
-            unit.start_reduce()
+            self._post_backward(unit)
+
+    def _post_backward(self, unit):
+        # A unit has all its gradients. They travel while backward computes those of the next unit.
+        self.waiting.remove(unit)
+        if self.reducing:
+            self.reducing.finish_reduce_scatter()
+        unit.start_reduce_scatter()
+        self.reducing = unit
 
     def _end_backward(self):
-        """Reduce what is left. Weights without a gradient count as zero."""
+        self._check()
+        self.reducing.finish_reduce_scatter()
+        self.reducing = None
         for unit in self.units:
-            if unit.unreduced:
-                unit.start_reduce()
-            unit.finish_reduce()
+            unit.pending.update(unit.params)
+        self.accumulating = not self.is_last_backward
 
-    def clip_grad_norm_(self, max_norm):
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [shard.grad for shard in self.shards if shard.grad is not None]
+        grads = [unit.shard.grad for unit in self.units]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
-        dist.all_reduce(squares, group=self.group)
+        dist.all_reduce(squares)
         norm = squares.sqrt()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
-    @torch.no_grad()
     def full_state_dict(self):
         """The plain module's state_dict. All ranks must call it."""
         for unit in self.units:
-            unit.unshard()
-            unit.wait_for_unshard()
-        return self.module.state_dict()
+            unit.start_all_gather()
+            unit.wait_all_gather()
+        return nn.Module.state_dict(self.module)
+
+    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
+
+    def _check(self):
+        if self.waiting:
+            raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
+        if any(unit.gather_work for unit in self.units):
+            raise RuntimeError("the weights of a unit were used, but its forward was not called")
+
+    def _protect(self):
+        for submodule in self.modules():
+            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
+                setattr(submodule, name, refuse_use)
+        self.module.state_dict = refuse_use
+
+
+def refuse_use(*args, **kwargs):
+    raise RuntimeError("use parameters() and full_state_dict() of the wrapper; load, freeze, move first")
 
 
 class Unit:
-    """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
+    """Parameters that travel together. They are views of flat_param, their gradients of flat_grad, which has
+    memory only from the first gradient in a backward until it has been sent.
 
-    In the module buffers replace them, which state_dict() has and no optimizer takes: `weights`, views of
-    flat_param. .data gives each a version counter of its own: else an all-gather between a forward and its
-    backward would be an error. Gradients move into views of flat_grad."""
+    shard, which the optimizer updates, is this rank's 1/N of flat_param (in bf16 an fp32 copy of it)."""
 
-    def __init__(self, module, params, group):
-        self.group = group
-        self.world_size = dist.get_world_size(group)
-        flat = nn.utils.parameters_to_vector(params).detach()
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.world_size))
+    def __init__(self, params):
+        rank, self.n_shards = dist.get_rank(), dist.get_world_size()
+        self.params = params
+        self.pending = set(params)  # those that have no gradient yet
+        if len({param.dtype for param in params}) > 1:
+            raise ValueError("the parameters of a unit must be of one dtype")
+        flat = torch.cat([param.detach().flatten() for param in params])
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to N equal parts
+        for param, view in zip(params, unflatten(self.flat_param, params)):
+            param.data = view
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.part = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's
-        self.shard = nn.Parameter(self.part.data.to(torch.promote_types(flat.dtype, torch.float32)))
-        self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
-        self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
-        self.flat_grad.untyped_storage().resize_(0)  # last: no view can be made of an empty one
-        weight_of = dict(zip(params, self.weights))
-        for submodule in module.modules():
-            for name, param in list(submodule._parameters.items()):
-                if param in weight_of:
-                    delattr(submodule, name)
-                    submodule.register_buffer(name, weight_of[param])
-        self.pending = set(self.weights)  # gradients not ready yet
-        self.all_gather_work = self.reduce_work = None
-        self.unreduced = False  # whether flat_grad has gradients still to be reduced
-        self.version = self.shard._version
+        self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
+        self.flat_grad.untyped_storage().resize_(0)  # only now: no view can be made of an empty storage
+        self.own_param = self.flat_param.chunk(self.n_shards)[rank]
+        shard_dtype = torch.promote_types(flat.dtype, torch.float32)
+        self.shard = nn.Parameter(self.own_param.to(shard_dtype))
+        self.gather_work = None
 
-    def unshard(self):
-        """Start to all-gather the weights, if a step may have changed the shards, and for no_grad()."""
-        stepped = self.shard.grad is None or self.version != self.shard._version
-        self.fresh = stepped or not torch.is_grad_enabled()
-        if self.fresh:  # a fused step keeps the version, hence zero_grad() counts
-            self.version = self.shard._version
-            self.part.copy_(self.shard.data)  # in fp32 the same memory
-            self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
+    def start_all_gather(self):
+        self.own_param.copy_(self.shard.data)  # for bf16; else they are the same memory
+        self.gather_work = all_gather(self.flat_param, self.own_param, async_op=True)
 
-    def wait_for_unshard(self, *_):
-        if self.all_gather_work:
-            self.all_gather_work.wait()
-            self.all_gather_work = None
+    def wait_all_gather(self, *_):
+        if self.gather_work:
+            self.gather_work.wait()
+            self.gather_work = None
 
-    def collect(self, weight):
-        """Move a weight's gradient into flat_grad."""
-        if self.shard.grad is None and not self.fresh:
-            raise RuntimeError("zero_grad() between forward and backward: call it between step() and forward")
-        if self.flat_grad.untyped_storage().nbytes() == 0:
+    def collect(self, param):
+        """Move a gradient into flat_grad."""
+        self.pending.remove(param)
+        if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
-            self.flat_grad.zero_()
-        self.unreduced = True
-        self.grad_views[weight].copy_(weight.grad)
-        weight.grad = None
+            self.flat_grad.zero_()  # for the padding
+        self.grad_views[param].copy_(param.grad)
+        param.grad = None
 
-    def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's sends twice as much: there all-to-all, then a sum.)"""
-        self.unreduced = False
-        gloo = dist.get_backend(self.group) == "gloo"
+    def start_reduce_scatter(self):
+        # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
+        gloo = dist.get_backend() == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.part)
-        self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
+        self.received = torch.empty_like(self.flat_grad if gloo else self.own_param)
+        self.reduce_work = collective(self.received, self.flat_grad, async_op=True)
 
-    def finish_reduce(self):
-        """If a reduce is in flight, wait for it, and take the ranks' mean."""
-        if self.reduce_work:
-            self.reduce_work.wait()
-            self.reduce_work = None
-            self.pending = set(self.weights)
-            if self.shard.grad is None:
-                self.shard.grad = torch.zeros_like(self.shard)
-            for gradient in self.received.view(-1, len(self.part)):
-                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # the ranks' mean
-            self.flat_grad.untyped_storage().resize_(0)  # freed
-            self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
+    def finish_reduce_scatter(self):
+        self.reduce_work.wait()
+        self.flat_grad.untyped_storage().resize_(0)
+        if self.shard.grad is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        for gradient in self.received.view(-1, len(self.own_param)):
+            self.shard.grad.add_(gradient, alpha=1 / self.n_shards)  # the ranks' average
+        self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
 
 
 def find_units(module, unit_class):
-    """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
-    homes = {}
+    """[(submodule, its parameters)]: the root, with what is in no unit or in several, then each unit."""
+    owner = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                homes[param] = module if param in homes else submodule
-    units = {}
+                owner[param] = module if param in owner else submodule
+    units = {module: []}
     for param in module.parameters():
         if param.requires_grad:
-            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
-            units.setdefault(key, []).append(param)
-    return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
+            units.setdefault(owner.get(param, module), []).append(param)
+    found = [(submodule, params) for submodule, params in units.items() if params]
+    if not owner or not found:
+        raise ValueError(f"the module has no {unit_class} with parameters, or all parameters are frozen")
+    return found
 
 
 def train(config):
@@ -219,8 +253,9 @@ def train(config):
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
-        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+        for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
+            model.is_last_backward = i == config.accum
+            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
             microloss = mean_loss(model(inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()

@@ -1,35 +1,39 @@
-"""ZeRO-3, or FSDP: as zero2.py, with the weights sharded too: a unit is whole only while it is in use.
+"""ZeRO-3, or FSDP: as zero2.py, but each rank also holds only 1/N of the weights, and gathers what it uses.
 
 Idea
-    The weights of a unit (a transformer block, say) are all-gathered before its forward, freed after it, and
-    all-gathered again before its backward (ZeRO, arXiv 1910.02054, sections 5.3 and 7.2.2; FSDP, arXiv
-    2304.11277, section 3). The next unit's weights travel while this one computes. Freeing empties a storage
-    and keeps its tensors: the views that autograd saved are valid again once the storage is refilled.
+    Before its forward a unit is unsharded: an all-gather gives all ranks its weights. After its forward it
+    is resharded: all but this rank's 1/N is freed. The same happens around its backward, after which its
+    gradients are reduce-scattered as in zero2.py. While a unit computes, the weights of the next one travel:
+    they are prefetched (ZeRO, arXiv 1910.02054, sections 5.3 and 7.2.2; FSDP, arXiv 2304.11277, section 3).
 
-Timeline (with --prefetch 1; the root, which is in no unit, is gathered first and reduced last)
+    Parameters travel in units: those of each transformer block are one, all others are one more, the root.
+    Each rank owns 1/N of every unit, its shard.
+
+Timeline (of three units, with --prefetch 1)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
     network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
 
-Memory (bytes; P parameters, U in the largest unit, E in none; N ranks)
-    parameters    mP/N + w(E+(1+f)U)           w a weight: fp32 4, bf16 2, fp64 8; m max(w, 4); f --prefetch
-    gradients     mP/N + w(E+(2+g)U)           g 1 over gloo (its receive buffer), else 0
-    optimizer     KP/N                         K the moments: AdamW 8, in fp64 16; SGD 0
-    Whole weights: the root's E, U of the unit in use, fU of those gathered ahead.
-    Whole gradients: the root's E, U of the unit in backward, U of one on its way, gU in its receive buffer.
+Memory (bytes on each of N ranks; P parameters, U in the largest unit, E in the root)
+    parameters    mP/N + w(E+(1+f)U)      w = 4 in fp32, 2 in bf16; m = max(w, 4); f = --prefetch
+    gradients     mP/N + w(E+(2+g)U)      g = 1 over gloo, for a receive buffer, else 0
+    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD
+    Weights are unsharded in the root, in the unit that computes, and in f units on their way; gradients in
+    the root, in the unit in backward, and in one unit on its way.
 
-Sent (bytes that a rank of a ring sends in a step)
-    reduce-scatter    kwP(N-1)/N               over gloo an all-to-all of the same bytes, then one local sum
-    all-gather        kw(2P-E-(1+f)U)(N-1)/N   the root and the last 1+f units stay whole for their backward
-    Nearly 3P elements for each of k microbatches, where ddp.py sends 2P in a step.
+Sent (bytes, by each rank in each step of k microbatches)
+    reduce-scatter    kwP(N-1)/N                in a ring
+    all-gather        kw(2P-E-(1+f)U)(N-1)/N    the root and the last 1+f units are kept for their backward
 
 Run
     torchrun --nproc_per_node=2 zero3.py
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Parameters that only some ranks use, or that are moved, cast or replaced once wrapped, synced buffers.
-    Nested units, optimizers that are not elementwise, shards of what is frozen, prefetch in order of use,
-    outputs in containers that pytree does not know, cuDNN's LSTM, which moves its weights.
+    Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
+    All ranks must call forward together and use units in the same order, or some wait, or add up gradients of
+    different units. A weight is NaN outside of its unit's forward and backward, and so is what is made of it.
+    If the loss uses a tensor that a unit has made but not returned, backward reads freed memory: return it.
+    Wrong, and not noticed: an optimizer that does not treat each number alone, such as Muon (see muon.py).
 """
 
 import argparse
@@ -43,7 +47,7 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
+import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten
@@ -54,223 +58,253 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class ZeRO3(nn.Module):
-    """Shards a module's parameters, gradients and optimizer states over the ranks of `group` (section 5.3).
+    """Wraps a module, in which each submodule of unit_class is a unit. Without overlap, its forward would be
 
-    Each submodule of `unit_class` (a class or several) is a unit; all other parameters, and those that units
-    share, are one more, the root. All leave the module: model.parameters() are this rank's shards (fp32 for
-    bf16), for any elementwise torch optimizer. Parameters that differ in an attribute `kind` share none.
-    prefetch: units gathered ahead. reshard_after_forward: False keeps units whole for their backward. device:
-    of shards and units (None: where the parameters are).
-    All ranks start with rank 0's weights. After a backward every .grad is the ranks' mean."""
+        all_gather(unit.flat_param, unit.shard)
+        for param, view in zip(unit.params, unit.param_views):
+            param.data = view
+        output = submodule(input)
+        unit.flat_param = None  # free the unsharded weights
 
-    def __init__(self, module, unit_class, prefetch=1, reshard_after_forward=True, device=None, group=None):
+    This has two problems. While weights travel, nothing is computed. So here the next `prefetch` units are on
+    their way while one computes. And nothing is freed, because autograd keeps views of the weights for
+    backward. So here the memory that these views share is freed, while the views stay: they are valid again
+    as soon as that memory has been filled again, before the unit's backward.
+
+    parameters() are this rank's shards, for an optimizer that treats each number alone.
+    device: where the shards are, and unsharded units. (The module may be elsewhere.)"""
+
+    def __init__(
+        self, module: nn.Module, unit_class: type, prefetch=1, reshard_after_forward=True, device=None
+    ):
         super().__init__()
         self.module = module
-        self.group = group
         self.prefetch = prefetch
+        self.waiting = set()  # during backward: the units that do not have all their gradients yet
+        self.reducing = None  # the unit whose gradients are travelling
+        # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
+        # _gradient_ready as soon as a parameter has its gradient. Autograd gets a weak reference, because
+        # Python's garbage collector does not see what its hooks refer to, and would never free it.
         self.units = []
-        for (submodule, kind, _), params in find_units(module, unit_class):
-            unit = Unit(module, params, device, group)
+        for submodule, params in find_units(module, unit_class):
+            unit = Unit(params, device)
+            self.units.append(unit)
             unit.reshard_after_forward = reshard_after_forward and submodule is not module
-            unit.shard.kind = kind
             submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
             submodule.register_forward_hook(partial(self._post_forward, unit))
             unit.hook = partial(self._gradient_ready, unit)
-            for weight in unit.weights:
-                weight.register_post_accumulate_grad_hook(proxy(unit.hook))  # a strong one is never freed
-            self.units.append(unit)
+            for param in params:
+                param.register_post_accumulate_grad_hook(proxy(unit.hook))
         for unit in self.units[-1 - prefetch :]:
             unit.reshard_after_forward = False  # backward begins with these
-        module.to(device=device)
-        for tensor in module.state_dict().values():  # buffers, frozen parameters
-            dist.broadcast(tensor, group_src=0, group=group)
-        self.reducing = self.units[0]  # the unit whose reduce-scatter was the last to start
         module.register_forward_pre_hook(self._begin_forward, prepend=True)
-        self.shards = nn.ParameterList(unit.shard for unit in self.units)
+        # All ranks start from rank 0's buffers and frozen weights. (Unit has done the same for the others.)
+        frozen = [param for param in module.parameters() if not param.requires_grad]
+        for tensor in (*frozen, *module.buffers()):
+            tensor.data = tensor.data.to(device)
+            dist.broadcast(tensor.detach(), 0)
+        self._protect()
+
+    def parameters(self, recurse=True):
+        return iter([unit.shard for unit in self.units])
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
     def _begin_forward(self, *_):
+        self._check()
+        # Units are still unsharded, and out of date, if no backward has followed their last forward.
         for unit in self.units:
-            unit.reshard()  # some may be whole and stale, after a forward without backward
+            unit.reshard()
 
-    def _unshard_from(self, unit, direction):
-        """All-gather a unit, and prefetch the next ones in this direction (1 or -1)."""
+    def _unshard(self, unit, direction):
+        # Gather a unit, and those that forward (direction 1) or backward (-1) needs next.
         i = self.units.index(unit)
         for each in self.units[i::direction][: 1 + self.prefetch]:
             each.unshard()
         unit.wait_for_unshard()
 
     def _pre_forward(self, unit, *_):
-        if not unit.in_backward:  # in it, activation checkpointing recomputes
-            self._unshard_from(unit, 1)
+        if not unit.in_backward:  # else activation checkpointing runs its forward again
+            self._unshard(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
         if unit.in_backward:
             return
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
-        for x in tree_leaves(output):
-            if getattr(x, "requires_grad", False):
-                x.register_hook(partial(self._pre_backward, unit))
+        tensors = [x for x in tree_leaves(output) if getattr(x, "requires_grad", False)]
+        if torch.is_grad_enabled() and not tensors:
+            raise RuntimeError("a unit must return a tensor that requires a gradient, or a tree of such")
+        for tensor in tensors:
+            tensor.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
+        # The gradient of this unit's output is there. So backward has left the units after it, which have all
+        # their gradients. (Until now it may have needed their weights, for the gradients of their inputs.)
+        for each in self.units:
+            if not each.pending:
+                each.reshard()
         unit.in_backward = True
-        self._unshard_from(unit, -1)
+        self._unshard(unit, -1)
 
-    def _gradient_ready(self, unit, weight):
-        if weight not in unit.pending:
-            raise RuntimeError("a gradient came twice: a backward before this one has failed")
-        unit.collect(weight)
-        if len(unit.pending) == len(unit.weights):  # the unit's first gradient in this backward
+    def _gradient_ready(self, unit, param):
+        if not self.waiting:  # this is the first gradient of this backward
+            self.waiting.update(self.units)
+            # Autograd calls _end_backward when this whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        unit.pending.remove(weight)
+        unit.collect(param)
         if not unit.pending:
-            unit.reshard()  # all gradients are here: nothing in backward reads a weight any more
-            self.reducing.finish_reduce()  # one unit's gradients travel at a time
-            self.reducing = unit
-            unit.start_reduce()
+            self._post_backward(unit)
+
+    def _post_backward(self, unit):
+        # A unit has all its gradients. They travel while backward computes those of the next unit.
+        self.waiting.remove(unit)
+        if self.reducing:
+            self.reducing.finish_reduce_scatter()
+        unit.start_reduce_scatter()
+        self.reducing = unit
 
     def _end_backward(self):
-        """Reduce what is left. Weights without a gradient count as zero."""
+        self._check()
+        self.reducing.finish_reduce_scatter()
+        self.reducing = None
         for unit in self.units:
-            if unit.unreduced:
-                unit.reshard()
-                unit.start_reduce()
-            unit.finish_reduce()
+            unit.reshard()
+            unit.pending.update(unit.params)
 
-    def clip_grad_norm_(self, max_norm):
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [shard.grad for shard in self.shards if shard.grad is not None]
+        grads = [unit.shard.grad for unit in self.units]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
-        dist.all_reduce(squares, group=self.group)
+        dist.all_reduce(squares)
         norm = squares.sqrt()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
     def full_state_dict(self):
-        """The plain module's state_dict on rank 0's CPU; {} elsewhere. All ranks must call it."""
+        """The plain module's state_dict, on rank 0's CPU; {} on other ranks. All ranks must call it."""
         state_dict = {}
+        sharded = {param for unit in self.units for param in unit.params}
         for unit in self.units:
-            unit.reshard()  # it may be whole and stale
+            unit.reshard()  # it may be out of date
             unit.unshard()
             unit.wait_for_unshard()
-            if dist.get_rank(self.group) == 0:
-                for name, tensor in self.module.state_dict().items():  # what is whole now
-                    state_dict[name] = tensor.to("cpu", copy=True)
+            for name, tensor in nn.Module.state_dict(self.module, keep_vars=True).items():
+                is_new = tensor in unit.grad_views or (tensor not in sharded and name not in state_dict)
+                if is_new and dist.get_rank() == 0:
+                    state_dict[name] = tensor.detach().to("cpu", copy=True)
             unit.reshard()
         return state_dict
 
+    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
+
+    def _check(self):
+        if self.waiting:
+            raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
+
+    def _protect(self):
+        for submodule in self.modules():
+            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
+                setattr(submodule, name, refuse_use)
+        self.module.state_dict = refuse_use
+
+
+def refuse_use(*args, **kwargs):
+    raise RuntimeError("use parameters() and full_state_dict() of the wrapper; load, freeze, move first")
+
 
 class Unit:
-    """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's 1/N of it.
+    """Parameters that travel together. They are views of flat_param, their gradients of flat_grad, which has
+    memory only from the first gradient in a backward until it has been sent; flat_param has memory only while
+    the unit is unsharded.
 
-    While a unit is not whole, a ShardedWeight stands for each weight.
-    In the module buffers replace them, which state_dict() has and no optimizer takes: `weights`, views of
-    flat_param. .data gives each a version counter of its own: else an all-gather between a forward and its
-    backward would be an error. Gradients move into views of flat_grad."""
+    shard, which the optimizer updates, is a copy of this rank's 1/N of flat_param (in bf16 an fp32 copy)."""
 
-    def __init__(self, module, params, device, group):
-        self.group = group
-        self.world_size = dist.get_world_size(group)
-        flat = nn.utils.parameters_to_vector(params).detach().to(device=device)
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.world_size))
-        dist.broadcast(self.flat_param, group_src=0, group=group)
+    def __init__(self, params, device):
+        rank, self.n_shards = dist.get_rank(), dist.get_world_size()
+        self.params = params
+        self.pending = set(params)  # those that have no gradient yet
+        if len({param.dtype for param in params}) > 1:
+            raise ValueError("the parameters of a unit must be of one dtype")
+        flat = torch.cat([param.detach().flatten() for param in params]).to(device)
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to N equal parts
+        dist.broadcast(self.flat_param, 0)
+        self.param_views = unflatten(self.flat_param, params)
         self.flat_grad = torch.zeros_like(self.flat_param)
-        self.part = self.flat_param.chunk(self.world_size)[dist.get_rank(group)]  # this rank's
-        self.shard = nn.Parameter(self.part.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
-        self.weights = [view.data.requires_grad_() for view in unflatten(self.flat_param, params)]
-        self.grad_views = dict(zip(self.weights, unflatten(self.flat_grad, params)))
-        self.flat_grad.untyped_storage().resize_(0)  # last: no view can be made of an empty one
-        weight_of = dict(zip(params, self.weights))
-        self.slots = []  # (submodule, name, weight)
-        for submodule in module.modules():
-            for name, param in list(submodule._parameters.items()):
-                if param in weight_of:
-                    delattr(submodule, name)
-                    submodule.register_buffer(name, weight_of[param])
-                    self.slots.append((submodule, name, weight_of[param]))
-        self.pending = set(self.weights)  # gradients not ready yet
-        self.all_gather_work = self.reduce_work = None
-        self.unreduced = False  # whether flat_grad has gradients still to be reduced
+        self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
+        self.flat_grad.untyped_storage().resize_(0)  # only now: no view can be made of an empty storage
+        self.own_param = self.flat_param.chunk(self.n_shards)[rank]
+        shard_dtype = torch.promote_types(flat.dtype, torch.float32)
+        self.shard = nn.Parameter(self.own_param.to(shard_dtype, copy=True))
+        self.nan = flat.new_tensor(torch.nan)
+        self.gather_work = None
         self.reshard()
 
-    @torch.no_grad()
     def unshard(self):
-        """Start to all-gather the weights, if they are not here or on their way."""
-        storage = self.flat_param.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.flat_param.nbytes)
-            self.part.copy_(self.shard)
-            self.all_gather_work = all_gather(self.flat_param, self.part, group=self.group, async_op=True)
+        """Start to all-gather the weights, unless they are here or on their way."""
+        if self.flat_param.untyped_storage().nbytes() == 0:
+            self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
+            self.own_param.copy_(self.shard.data)
+            self.gather_work = all_gather(self.flat_param, self.own_param, async_op=True)
 
     def wait_for_unshard(self):
-        if self.all_gather_work:
-            self.all_gather_work.wait()
-            self.all_gather_work = None
-            for submodule, name, weight in self.slots:
-                del vars(submodule)[name]
-                submodule._buffers[name] = weight
+        if self.gather_work:
+            self.gather_work.wait()
+            self.gather_work = None
+            for param, view in zip(self.params, self.param_views):
+                param.data = view
 
     def reshard(self):
-        """Free the weights, and end their unit's backward."""
+        """Free the weights. Parameters keep their shapes, but one NaN takes the place of their numbers."""
         self.in_backward = False
         self.wait_for_unshard()
-        if self.flat_param.untyped_storage().nbytes() > 0:
-            self.flat_param.untyped_storage().resize_(0)
-            for submodule, name, _ in self.slots:
-                del submodule._buffers[name]
-                vars(submodule)[name] = ShardedWeight()  # not by setattr, which an nn.LSTM overrides
+        self.flat_param.untyped_storage().resize_(0)
+        for param in self.params:
+            param.data = self.nan.expand(param.shape)
 
-    def collect(self, weight):
-        """Move a weight's gradient into flat_grad."""
-        if self.flat_grad.untyped_storage().nbytes() == 0:
+    def collect(self, param):
+        """Move a gradient into flat_grad."""
+        self.pending.remove(param)
+        if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
-            self.flat_grad.zero_()
-        self.unreduced = True
-        self.grad_views[weight].copy_(weight.grad)
-        weight.grad = None
+            self.flat_grad.zero_()  # for the padding
+        self.grad_views[param].copy_(param.grad)
+        param.grad = None
 
-    def start_reduce(self):
-        """Start to reduce-scatter flat_grad. (gloo's sends twice as much: there all-to-all, then a sum.)"""
-        self.unreduced = False
-        gloo = dist.get_backend(self.group) == "gloo"
+    def start_reduce_scatter(self):
+        # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
+        gloo = dist.get_backend() == "gloo"
         collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.part)
-        self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
+        self.received = torch.empty_like(self.flat_grad if gloo else self.own_param)
+        self.reduce_work = collective(self.received, self.flat_grad, async_op=True)
 
-    def finish_reduce(self):
-        """If a reduce is in flight, wait for it, and take the ranks' mean."""
-        if self.reduce_work:
-            self.reduce_work.wait()
-            self.reduce_work = None
-            self.pending = set(self.weights)
-            if self.shard.grad is None:
-                self.shard.grad = torch.zeros_like(self.shard)
-            for gradient in self.received.view(-1, len(self.part)):
-                self.shard.grad.add_(gradient, alpha=1 / self.world_size)  # the ranks' mean
-            self.flat_grad.untyped_storage().resize_(0)  # freed
-            self.received.untyped_storage().resize_(0)  # gloo's thread may hold the tensor a little longer
-
-
-class ShardedWeight:
-    """Stands in a module where a weight was. Torch's errors show its name."""
+    def finish_reduce_scatter(self):
+        self.reduce_work.wait()
+        self.flat_grad.untyped_storage().resize_(0)
+        if self.shard.grad is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        for gradient in self.received.view(-1, len(self.own_param)):
+            self.shard.grad.add_(gradient, alpha=1 / self.n_shards)  # the ranks' average
+        self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
 
 
 def find_units(module, unit_class):
-    """[((submodule, kind, dtype), its parameters)]; `module`, first, gets those in no unit or in several."""
-    homes = {}
+    """[(submodule, its parameters)]: the root, with what is in no unit or in several, then each unit."""
+    owner = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                homes[param] = module if param in homes else submodule
-    units = {}
+                owner[param] = module if param in owner else submodule
+    units = {module: []}
     for param in module.parameters():
         if param.requires_grad:
-            key = homes.get(param, module), getattr(param, "kind", None), param.dtype
-            units.setdefault(key, []).append(param)
-    return sorted(units.items(), key=lambda unit: unit[0][0] is not module)
+            units.setdefault(owner.get(param, module), []).append(param)
+    found = [(submodule, params) for submodule, params in units.items() if params]
+    if not owner or not found:
+        raise ValueError(f"the module has no {unit_class} with parameters, or all parameters are frozen")
+    return found
 
 
 def train(config):
@@ -283,7 +317,7 @@ def train(config):
         started = time.perf_counter()
         loss = 0
         for inputs, targets in microbatches(config, text, step, device, rank, world_size):
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
             microloss = mean_loss(model(inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
@@ -301,7 +335,7 @@ def train(config):
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
-    own.add_argument("--no-reshard", action="store_true", help="units stay whole until backward")
+    own.add_argument("--no-reshard", action="store_true", help="units stay unsharded until backward")
     return read_flags(arguments, own, prefetch=(0, 7))
 
 

@@ -1,6 +1,7 @@
 """What is special to hsdp.py: copies of neighbours, and who sends what to other copies, and when."""
 
 import os
+import re
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -57,7 +58,7 @@ def test_a_copy_is_a_host_or_half_of_the_only_one(sizes):
 @on_ranks(8)
 def check_groups(name):
     """A copy's ranks are neighbours; a shard's are as far apart as a copy is large."""
-    _, model = wrap(name, nn.Linear(2, 2), nn.Linear, shard=4)
+    _, model = wrap(name, nn.Linear(2, 2), nn.Linear, shard_size=4)
     unit, rank = model.units[0], dist.get_rank()
     copy, others = map(dist.get_process_group_ranks, (unit.group, unit.replica_group))
     assert copy == [*range(rank // 4 * 4, rank // 4 * 4 + 4)], f"no neighbours: {copy}"
@@ -73,7 +74,7 @@ def check_replicas(name):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.manual_seed(dist.get_rank())
     for step in range(3):
-        for model.syncing in (False, True):
+        for model.is_last_backward in (False, True):
             model(torch.randn(2, 5).bfloat16()).square().sum().backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
@@ -97,40 +98,41 @@ def check_timeline(name):
         log.append("all-reduce")
 
     with mock.patch.object(dist, "all_reduce", noted(dist.all_reduce, note)):
-        for hsdp.syncing in (False, True):
+        for hsdp.is_last_backward in (False, True):
             early = list(log)
             log.clear()
             hsdp(torch.randn(2, 4)).sum().backward()
     assert " ".join(early).split() == zero.TIMELINES["zero3"].split(), f"another order: {', '.join(early)}"
-    expected = zero.TIMELINES["zero3"].replace("reduced", "all-reduce reduced")
+    expected = re.sub(r"(reduced \d)", r"\1 all-reduce", zero.TIMELINES["zero3"])
     assert " ".join(log).split() == expected.split(), f"another order: {', '.join(log)}"
 
 
 four = partial(check_odd, size=4)
-odd = [four, partial(four, shard=1), partial(four, shard=4), partial(four, how=zero.recompute)]
-odd += [partial(four, prefetch=0, reshard_after_forward=False)]
+odd = [four, partial(four, shard_size=1), partial(four, shard_size=4), partial(four, how=zero.recompute)]
+odd += [partial(four, prefetch=0)]
 same = [zero.check_norm, zero.check_adopted, zero.check_failed, zero.check_late, zero.check_gathering]
+same += [zero.check_protected, zero.check_freed_in_time, zero.check_unsynced]
 test_each_promise_is_kept = holds("hsdp", *odd, *same, check_groups, check_replicas, check_timeline)
 ledger_16 = partial(check_ledger, flags="--dtype bf16")
 parity, one_step = (partial(check_parity, size=4, flags=f"--accum 3 --steps {n}") for n in (3, 1))
+ACROSS = "        if self.is_last_backward:\n            self.reducing"
 MUTANTS = [
-    ("            if syncing:", "            if True:", check_ledger, "all-reduce: sent +"),
-    ("            if syncing:", "            if True:", check_timeline, "another order"),
-    ("            if syncing:", "            if False:", check_replicas, "a stale replica"),
+    (ACROSS, ACROSS.replace("self.is_last_backward", "True"), check_timeline, "another order"),
     ("device, self.group, replica_group", "device, replica_group, self.group", check_groups, "no neighbours"),
-    ("range(i, dist.get_world_size(), shard)", "range(i * 2, i * 2 + 2)", check_groups, "other shards"),
+    ("range(i, dist.get_world_size(), shard_size)", "range(i * 2, i * 2 + 2)", check_groups, "other shards"),
     ("dist.get_world_size(self.replica_group)", "1", parity, "norms differ"),
-    ("alpha=1 / self.world_size", "alpha=1", parity, "norms differ"),
+    ("alpha=1 / self.n_shards", "alpha=1", parity, "norms differ"),
     ("out=self.shard.grad", "out=self.total", check_replicas, "a stale replica"),
-    ("            unit.finish_all_reduce()", "            pass", check_replicas, "a stale replica"),
-    ("model.syncing = i == config.accum", "model.syncing = i == 1", one_step, "norms differ"),
+    ("                unit.finish_all_reduce()", "                pass", check_replicas, "a stale replica"),
+    ("model.is_last_backward = i == config.accum", "model.is_last_backward = True", check_ledger, "sent +"),
     ("dist.all_reduce(squares, group=self.group)", "dist.all_reduce(squares)", one_step, "norms differ"),
     ("self.flat_param, 0)", "self.flat_param, group_src=0, group=group)", four, "weights differ"),
-    ("self.syncing = True", "self.syncing = False", zero.check_adopted, "losses differ"),
-    ("dist.broadcast(tensor, 0)", "pass", four, "weights differ"),
-    ("self.shard.grad.to(self.part.dtype)", "self.shard.grad", ledger_16, "all-reduce: sent +"),
-    ("self.all_reduce_work = self.total = None", "self.all_reduce_work = None", check_replicas, "are kept"),
+    ("self.is_last_backward = True", "self.is_last_backward = False", zero.check_adopted, "losses differ"),
+    ("            dist.broadcast(tensor.detach(), 0)", "            pass", four, "weights differ"),
+    ("self.shard.grad.to(self.own_param.dtype)", "self.shard.grad", ledger_16, "all-reduce: sent +"),
+    ("        self.total = None", "        pass", check_replicas, "are kept"),
     ("self.replica_group, async_op=True", "self.replica_group", check_timeline, "waited for at once"),
-    ("            if dist.get_rank() ", "            if dist.get_rank(self.group) ", four, "other than 0"),
+    ("is_new and dist.get_rank() ", "is_new and dist.get_rank(self.group) ", four, "other than 0"),
+    ("        if not self.is_last_backward:\n", "        if False:\n", zero.check_unsynced, "clipped"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "hsdp")

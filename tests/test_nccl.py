@@ -205,19 +205,24 @@ LAUNCHES = "launches a collective on what another stream has not finished"
 BESIDE = "with self.side_stream():  # shard is allocated there: its memory is not reused before the copy\n"
 EMPTY = "shard = torch.empty_like(part, **self.shard_options)\n"
 EARLY = ("zero_r", f"{BESIDE}{' ' * 12}{EMPTY}", f"{EMPTY}{' ' * 8}{BESIDE}", check_dropped, TAKES)
-FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n            self.reduce_work.wait()"
+FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n        self.reduce_work.wait()"
 ON_GPU = [
     ("ddp pipeline", SET_DEVICE, "", NO_DEVICE),
     ("ddp", "all_reduce(self.flat_grad,", "all_reduce(self.flat_grad.cpu(),", HOST),
-    ("zero1", "self.part.copy_(self.shard.data)", "self.part.copy_(self.shard.data.cpu())", WAITS_IN),
-    ("zero2", "views[weight].copy_(weight.grad)", "views[weight].copy_(weight.grad.sum().item())", WAITS_IN),
+    (
+        "zero1",
+        "self.own_param.copy_(self.shard.data)",
+        "self.own_param.copy_(self.shard.data.cpu())",
+        WAITS_IN,
+    ),
+    ("zero2", "views[param].copy_(param.grad)", "views[param].copy_(param.grad.sum().item())", WAITS_IN),
     ("zero3", "self.flat_grad.zero_()", "self.flat_grad.any().item()", WAITS_IN),
     ("tensor_parallel", "all_reduce(grad_x,", "all_reduce(grad_x.cpu(),", HOST),
     ("sequence_parallel", "= x.new_empty(dist", "= torch.empty(dist", HOST),
     ("sequence_parallel", "empty_like(given[:1])", "empty_like(given[:2])", "numbers"),
     ("fusion", "x = model.norm(x)", "x = model.norm(x.cpu())", HOST),
-    ("ddp", "            self.reduce_work.wait()\n", "", USES),
-    ("zero1 zero2 zero3", "self.all_gather_work.wait()", "pass", USES),
+    ("ddp", "        self.work.wait()\n", "", USES),
+    ("zero1 zero2 zero3", "self.gather_work.wait()", "pass", USES),
     ("diloco zero1 zero2 zero3", "self.reduce_work.wait()", "pass", USES),
     ("zero2 zero3", "self.reduce_work.wait()", FREE_FIRST, FREES),
     ("muon", "            work.wait()\n\n    def grad", "            pass\n\n    def grad", USES),
@@ -244,9 +249,9 @@ UNBATCHED = """    for op in ops:
     for work in []:"""
 ORDER = [
     ("ddp", "dist.all_reduce(loss)", ALONE_IN, MEET),
-    ("zero1", "all_reduce(squares,", "all_reduce(squares[None][: dist.get_rank()],", MEET),
+    ("zero1", "all_reduce(squares)", "all_reduce(squares[None][: dist.get_rank()])", MEET),
     ("muon", "(part, rank, async_op", "(part, dist.get_rank(), async_op", MEET),
-    ("zero3", "broadcast(self.flat_param, group_src=0", "broadcast(self.flat_param, dist.get_rank()", MEET),
+    ("zero3", "broadcast(self.flat_param, 0", "broadcast(self.flat_param, dist.get_rank()", MEET),
     ("expert_parallel", "rows, received, sent,", "rows, received[::-1], sent,", MEET),
     ("parallel_3d", "ranks, axis, -1)", "ranks, axis, -1)[:: -1 if dist.get_rank() else 1]", MEET),
     ("pipeline pipeline_v", '{op: [dist.new_group(), dist.new_group()] for op in "FB"}', ONE_GROUP, WAIT),

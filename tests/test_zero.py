@@ -1,7 +1,6 @@
 """What ddp.py, zero1.py, zero2.py and zero3.py promise of any module: sharding, overlap, memory."""
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,31 +24,28 @@ def wrap(name, model, unit_class, **options):
         return lesson, model
     wrapper = next(each for key, each in vars(lesson).items() if key.lower() == stem)
     if stem == "hsdp":  # two copies of two ranks, else of one
-        options = {"shard": 1 + (dist.get_world_size() == 4)} | options
+        options = {"shard_size": 1 + (dist.get_world_size() == 4)} | options
     return lesson, wrapper(model, *([] if stem == "ddp" else [unit_class]), **options)
 
 
 class Part(nn.Module):
     """A unit of odd sizes, whose output has more than tensors."""
 
-    sometimes = False
-
     def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(7))
         self.norm = nn.LayerNorm(7)
         self.inner = nn.Linear(7, 7)
+        self.inner.weight.data = self.inner.weight.data.T  # not contiguous
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
 
     def forward(self, x):
         x = x + torch.tanh(self.inner(self.norm(x))) * self.frozen
-        return {"x": x * self.gain if self.sometimes else x, "note": "text"}
+        return {"x": x * self.gain, "note": "text"}
 
 
 class Odd(nn.Module):
-    """Units with a tied weight, one used twice, before a recurrent root; weights used sometimes or never."""
-
-    forwards = 0
+    """Units with a tied weight, one used twice, before a recurrent root."""
 
     def __init__(self, how=lambda part, x: part(x)):
         super().__init__()
@@ -57,51 +53,39 @@ class Odd(nn.Module):
         self.parts = nn.ModuleList(Part() for _ in range(3))
         self.enter = nn.LSTM(5, 7, batch_first=True)
         self.parts[2].inner.weight = self.parts[0].inner.weight
-        self.unused = Part()
-        self.unused.inner = None
         self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, x):
-        self.forwards += torch.is_grad_enabled()
-        self.parts[0].sometimes = self.forwards == 6
         x, _ = self.enter(x)
         for i in (0, 1, 2, 1):
             x = self.how(self.parts[i], x)["x"]
         return x * self.scale
 
 
-def marked(model):
-    """A copy, in which matrices are of another kind than vectors."""
-    model = copy.deepcopy(model)
-    for param in model.parameters():
-        param.kind = param.dim() > 1
-    return model
-
-
 def optimizer_of(model):
-    """SGD of a wrapped or a plain model, in which only matrices decay."""
-    groups = [{"params": [], "weight_decay": 0}, {"params": [], "weight_decay": 0.1}]
-    for param in model.parameters():
-        groups[bool(param.kind)]["params"].append(param)
-    return torch.optim.SGD(groups, lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+
+
+# (Which of two backwards are a step's last one, whether it clips, whether it updates.)
+STEPS = [((0, 0), 0, 0), ((1, 1), 0, 0), ((0, 1), 1, 0), ((0, 1), 1, 1), ((1, 1), 0, 1)]
 
 
 def train(model, steps):
-    """Train a wrapped or a plain model; skip a step in three ways before each two; clip in the first."""
+    """Train a wrapped or a plain model as STEPS say, with an evaluation after each backward."""
     optimizer = optimizer_of(model)
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*model.parameters()]))
-    for i, step in enumerate(steps):
-        for syncing, clips, done in (0, 0, 0), (1, 0, 0), (1, 1, 0), (i, 1 - i, 1), (1, 0, 1):
-            for x, is_last in zip(step, (False, True)):
-                model.syncing = syncing or (is_last and not hasattr(model, "no_sync"))
+    for step in steps:
+        for lasts, clips, updates in STEPS:
+            for x, is_last in zip(step, lasts):
+                model.is_last_backward = bool(is_last)
                 (getattr(model, "module", model)(x).square().mean() / 2).backward()
                 with torch.no_grad():
                     model(x)
             if clips:
                 clip(0.3)
-            if done:
+            if updates:
                 optimizer.step()
-            optimizer.zero_grad(set_to_none=not done)
+            optimizer.zero_grad(set_to_none=not updates)
 
 
 @on_ranks(3)
@@ -110,14 +94,14 @@ def check_odd(name, how=None, **options):
     torch.manual_seed(0)
     steps = torch.randn(2, 2, 12, 4, 5, dtype=torch.float64)
     model = (Odd(how) if how else Odd()).double()
-    plain, model = marked(model), marked(model)
+    plain, model = copy.deepcopy(model), copy.deepcopy(model)
     train(plain, steps)
     for tensor in model.state_dict().values():
         tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
-    lesson, wrapped = wrap(name, model, Part, **options)
+    _, wrapped = wrap(name, model, Part, **options)
     train(wrapped, steps.chunk(dist.get_world_size(), dim=2)[dist.get_rank()])
-    state = getattr(wrapped, "full_state_dict", model.state_dict)()
-    if dist.get_rank() and hasattr(lesson, "ShardedWeight"):
+    state = wrapped.full_state_dict() if hasattr(wrapped, "full_state_dict") else model.state_dict()
+    if dist.get_rank() and hasattr(wrapped, "prefetch"):
         assert state == {}, "a rank other than 0 has weights"
     else:
         assert apart(state, plain.state_dict()) < 1e-12, "weights differ"
@@ -137,7 +121,7 @@ def check_adopted(name):
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0, batch_first=True)
     check_losses(name, nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), type(layer), 5, 16)
     block = Residual(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1))
-    block.gain = nn.Parameter(torch.ones((), dtype=torch.float64))  # one of another dtype
+    block.gain = nn.Parameter(torch.ones(()))
     check_losses(name, nn.Sequential(nn.Conv2d(3, 3, 3), block, copy.deepcopy(block)), Residual, 3, 8, 8)
 
 
@@ -145,8 +129,8 @@ def check_adopted(name):
 def check_losses(name, model, unit_class, *shape):
     """They are those in torch's own DDP, without clipping, and with eval() between steps."""
     losses = []
-    peer = nn.parallel.DistributedDataParallel(marked(model), broadcast_buffers=False)
-    for wrapped in peer, wrap(name, marked(model), unit_class)[1]:
+    peer = nn.parallel.DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
+    for wrapped in peer, wrap(name, copy.deepcopy(model), unit_class)[1]:
         optimizer = optimizer_of(wrapped)
         torch.manual_seed(dist.get_rank())
         for training in (True, True, False, True):
@@ -165,7 +149,7 @@ def check_norm(name):
     """It is exact of 20 million elements, and half of it is half."""
     gradient = torch.rand(2 * 10**7)
     exact = sum(part.double().square().sum() for part in gradient.split(2**20)).sqrt()
-    _, wrapped = wrap(name, nn.Linear(len(gradient), 1, bias=False), nn.Bilinear)
+    _, wrapped = wrap(name, nn.Linear(len(gradient), 1, bias=False), nn.Linear)
     wrapped(gradient).backward()  # the input is the gradient
     norm = wrapped.clip_grad_norm_(exact / 2)
     clipped = next(wrapped.parameters()).grad.double().square().sum().sqrt()
@@ -179,13 +163,12 @@ def logged(name, log):
     model.forward = nn.Sequential(model[3], *model[:3]).forward
 
     def begins(i, *_):  # "early": a hook that the module had before sees weights that are still on their way
-        log.append(f"{'early' if zero.units[i].all_gather_work else 'forward'} {i}")
+        log.append(f"{'early' if zero.units[i].gather_work else 'forward'} {i}")
 
     for i in 1, 2, 3:
         model[i - 1].register_forward_pre_hook(partial(begins, i))
         model[i - 1].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
     _, zero = wrap(name, model, nn.Linear)
-    assert not [*model.parameters()], "an optimizer could take them by mistake"
     for (i, unit), (method, word) in product(enumerate(zero.units), METHODS.items()):
         if hasattr(unit, method):
             setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
@@ -200,12 +183,12 @@ def check_timeline(name):
     full = [unit for unit in zero.units if unit.flat_grad.untyped_storage().nbytes()]
     assert not full or "zero1" in name, "gradients are held before there are any"
     optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
-    for context in getattr(zero, "no_sync", nullcontext), nullcontext:
+    for zero.is_last_backward in False, True, True:
         log.clear()
-        with context():
-            zero(torch.randn(2, 4)).sum().backward()
-        zero.clip_grad_norm_(1.0)
-        optimizer.step()
+        zero(torch.randn(2, 4)).sum().backward()
+        if zero.is_last_backward:
+            zero.clip_grad_norm_(1.0)
+            optimizer.step()
     expected = TIMELINES[Path(name).stem.replace("zero1", "zero2")]
     assert " ".join(log) == " ".join(expected.split()), f"another order: {', '.join(log)}"
 
@@ -214,118 +197,259 @@ def noting(log, event, unit, method):
     """The method, which notes that it did something: a collective has started or ended, storage was freed."""
 
     def state():
-        return (unit.all_gather_work, unit.reduce_work, unit.flat_param.untyped_storage().nbytes())
+        return unit.gather_work, unit.flat_param.untyped_storage().nbytes()
 
     def noted(*args):
         before = state()
         method(*args)
-        if state() != before:
+        if state() != before or event.startswith("reduce"):
             log.append(event)
 
     return noted
 
 
-METHODS = {"unshard": "gather", "wait_for_unshard": "gathered", "reshard": "free"}
-METHODS |= {"start_reduce": "reduce", "finish_reduce": "reduced"}
+METHODS = {"start_all_gather": "gather", "unshard": "gather", "wait_for_unshard": "gathered"}
+METHODS |= {"reshard": "free", "start_reduce_scatter": "reduce", "finish_reduce_scatter": "reduced"}
 TIMELINES = {  # the root is 0; the docstrings draw the same
     "zero2": """gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3 backward 3 reduce 3
         backward 2 reduced 3 reduce 2 backward 1 reduced 2 reduce 1 reduced 1 reduce 0 reduced 0""",
     "zero3": """gather 0 gather 1 gathered 0 gather 2 gathered 1 forward 1 free 1 gather 3 gathered 2
-        forward 2 gathered 3 forward 3 backward 3 free 3 reduce 3 backward 2 gather 1 free 2 reduced 3
-        reduce 2 backward 1 gathered 1 free 1 reduced 2 reduce 1 free 0 reduced 1 reduce 0 reduced 0""",
+        forward 2 gathered 3 forward 3 backward 3 reduce 3 backward 2 free 3 gather 1 reduced 3 reduce 2
+        backward 1 free 2 gathered 1 reduced 2 reduce 1 reduced 1 reduce 0 reduced 0 free 0 free 1""",
 }
 
 
 @on_ranks(2)
 def check_gathering(name):
-    """Beside rank 0 one unit is whole at a time while full_state_dict() works; one is fetched ahead."""
+    """While full_state_dict() works one unit at a time is unsharded; of the others there is a NaN each."""
     assert load(name).parse([]).prefetch == 1
     _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
     with load("tools/ledger").Watch() as watch:
         zero.full_state_dict()
     shards = sum(shard.nbytes for shard in zero.parameters())
-    assert dist.get_rank() == 0 or watch.held()["parameters"] - shards == 4 * 72
-    said = error_of(lambda: nn.functional.linear(torch.ones(8), zero.module[0].weight))
-    assert "must be Tensor, not ShardedWeight" in said, f"not named: {said}"
+    held = watch.held()["parameters"] - shards
+    assert dist.get_rank() == 0 or held == 4 * (72 + 9), f"other units are here, too: {held}"
+    weight = zero.module[0].weight
+    assert weight.shape == (8, 8) and weight.isnan().all(), "a sharded weight looks like a real one"
+
+
+class Chain(nn.Sequential):
+    """Linear layers; backward fails before it reaches the first one if `fails`, which may be left out."""
+
+    fails = skips = False
+
+    def forward(self, x):
+        x = self[0](x) if not self.skips else x
+        if self.fails:
+            x.register_hook(lambda _: 1 / 0)
+        return self[1](x)
+
+
+def chain(name, **options):
+    return wrap(name, Chain(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear, **options)[1]
 
 
 @on_ranks(1)
 def check_failed(name):
-    """Gradients that a failed backward has left are not taken for another's."""
-    _, model = wrap(name, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential)
-    x = torch.ones(2, requires_grad=True)
-    fails = x.register_hook(lambda _: 1 / 0)
-    error_of(model(x).sum().backward)
-    fails.remove()
-    said = error_of(model(x).sum().backward)
-    assert "a gradient came twice" in said, f"an old gradient was taken: {said}"
+    """A backward that failed, or left out a parameter, is not gone on with."""
+    for how in "fails", "skips":
+        model = chain(name)
+        setattr(model.module, how, True)
+        error_of(lambda model=model: model(torch.ones(2)).sum().backward())
+        setattr(model.module, how, False)
+        said = error_of(lambda model=model: model(torch.ones(2)).sum().backward())
+        assert "a backward failed, or left a parameter" in said, f"goes on after {how}: {said}"
 
 
 @on_ranks(2)
 def check_late(name):
-    """zero_grad() may also set .grad to zero, or follow an evaluation; between forward and backward not."""
+    """An evaluation after an update sees it; zero_grad() may come between forward and backward."""
     torch.manual_seed(0)
     _, model = wrap(name, nn.Sequential(nn.Linear(3, 2)).bfloat16(), nn.Linear)
     x = torch.ones(3, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     grads = []
-    for _ in range(2):
-        model(x).sum().backward()
+    for set_to_none in False, False, True:
+        loss = model(x).sum()
+        optimizer.zero_grad(set_to_none)
+        loss.backward()
         grads.append([param.grad.clone() for param in model.parameters()])
-        optimizer.zero_grad(set_to_none=False)
-    assert all(torch.equal(*pair) for pair in zip(*grads)), "a gradient set to zero is there again"
-    model(x).sum().backward()
+        if not set_to_none:
+            optimizer.zero_grad(set_to_none=False)
+    assert all(torch.equal(*pair) for pair in zip(*grads[:2])), "a gradient set to zero is there again"
+    assert all(torch.equal(*pair) for pair in zip(*grads[1:])), (
+        "zero_grad() before backward changes gradients"
+    )
     optimizer.step()
     with torch.no_grad():
         evaluated = model(x)
-    loss = model(x).sum()
-    optimizer.zero_grad()
-    said = error_of(loss.backward)
     assert torch.equal(evaluated, model(x)), "evaluated before the step"
-    assert ("zero_grad() between" in said) == (Path(name).stem in ("zero1", "zero2")), f"old weights: {said}"
+
+
+@on_ranks(1)
+def check_protected(name):
+    """What would go around a wrapper is refused, and says what to do."""
+    zero = chain(name)
+    state = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
+    uses = [zero.named_parameters, zero.state_dict, zero.bfloat16, partial(zero.load_state_dict, state)]
+    uses += [partial(zero.requires_grad_, False), zero.module.state_dict, zero.module[0].bfloat16]
+    uses += [lambda: [*zero.module[0].parameters()], partial(zero.module.load_state_dict, state)]
+    for use in uses:
+        said = error_of(use)
+        assert "use parameters() and full_state_dict()" in said, f"{use} is not refused: {said}"
+    assert [*zero.parameters()] and zero.full_state_dict().keys() == state.keys()
+    zero.train().eval().zero_grad()
+    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    for module, unit_class, reason in (
+        (two, nn.Sequential, "of one dtype"),
+        (two, nn.Bilinear, "has no <class"),
+        (nn.Linear(2, 2).requires_grad_(False), nn.Linear, "all parameters are frozen"),
+    ):
+        said = error_of(partial(wrap, name, module, unit_class))
+        assert reason in said, f"{reason}: {said}"
+
+
+@on_ranks(2)
+def check_unsynced(name):
+    """Gradients of this rank alone are not clipped as if they were all ranks'."""
+    zero = chain(name)
+    zero.is_last_backward = False
+    zero(torch.ones(2)).sum().backward()
+    said = error_of(partial(zero.clip_grad_norm_, 1.0))
+    assert "must have is_last_backward" in said, f"clipped: {said}"
+
+
+@on_ranks(2)
+def check_bypassed(name):
+    """A unit's weights that are used without its forward may not have arrived."""
+    zero = chain(name)
+    first = zero.module[0]
+    zero.module.forward = lambda x: zero.module[1](nn.functional.linear(x, first.weight, first.bias))
+    said = error_of(lambda: zero(torch.ones(2)).sum().backward())
+    assert "its forward was not called" in said, f"used: {said}"
+
+
+@on_ranks(1)
+def check_frozen_late(name):
+    """DDP would average neither what is frozen nor what is unfrozen once it is wrapped."""
+    ddp = chain(name)
+    ddp.module[0].requires_grad_(False)
+    assert "freeze parameters before" in error_of(partial(ddp, torch.ones(2))), "frozen unnoticed"
+
+
+class Returns(nn.Linear):
+    """A unit whose output needs its weights no more, or is detached."""
+
+    def forward(self, x):
+        return {"detached": super().forward(x).detach()} if self.bias is None else super().forward(x)
+
+
+class Gate(nn.Module):
+    """Backward needs its weight for the gradient of its input after the weight's own gradient is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5))
+
+    def forward(self, x):
+        return torch.tanh(x * self.weight.detach()) * self.weight
+
+
+@on_ranks(2)
+def check_freed_in_time(name):
+    """A unit's weights are there as long as backward needs them, and a unit that returns none is refused."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Gate() for _ in range(4)))
+    model = copy.deepcopy(plain)
+    _, zero = wrap(name, model, Gate, **({"shard_size": 2} if "hsdp" in name else {}))
+    for each in plain, zero:
+        each(torch.ones(3, 5)).square().sum().backward()
+    expected = [param.grad for param in plain.parameters()]
+    own = [unit.shard.grad for unit in zero.units]
+    for grad, shard in zip(expected, own):
+        grad = nn.functional.pad(grad, (0, 1)).chunk(2)[dist.get_rank()]
+        assert apart(grad.tolist(), shard.tolist()) < 1e-6, "freed too early: other gradients"
+    _, zero = wrap(name, nn.Sequential(nn.Linear(2, 2), Returns(2, 2, bias=False)), Returns)
+    said = error_of(lambda: zero(torch.ones(2)))
+    assert "a unit must return a tensor that requires" in said, f"not refused: {said}"
 
 
 odd = [partial(check_odd, **options) for options in ({"size": 1}, {}, {"size": 2, "how": recompute})]
 test_each_promise_is_kept = holds(("ddp", *STAGES), *odd, check_norm, check_adopted, check_failed, check_late)
 test_any_module_trains_in_buckets = holds("ddp", *(partial(check_odd, bucket_cap_mb=x) for x in (0, 0.001)))
 test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
-test_zero3_has_one_unit_whole_or_two = holds("zero3", check_gathering)
+test_zero3_has_one_unit_or_two_unsharded = holds("zero3", check_gathering, check_freed_in_time)
+test_mistakes_are_not_silent = holds(STAGES, check_protected)
+test_ddp_notices_what_is_frozen_late = holds("ddp", check_frozen_late)
+test_zero1_notices_gradients_of_one_rank = holds("zero1", check_unsynced)
+test_a_unit_whose_forward_is_not_called_is_noticed = holds(("zero1", "zero2"), check_bypassed)
+
+
+def swapped(indent):
+    """A row's (old, new): a reduce-scatter starts before the one in flight has ended, and not after it."""
+    wait = "if self.reducing:\n{0}    self.reducing.finish_reduce_scatter()\n{0}"
+    start = "unit.start_reduce_scatter()\n{0}"
+    return [text.format(" " * indent) for text in (wait + start, start + wait)]
+
+
+EVERY, SHARDED = "ddp zero1 zero2 zero3", "zero1 zero2 zero3"
 MUTANTS = [
-    ("ddp zero1 zero2 zero3", "weight not in unit.pending", "False", check_failed, "an old gradient"),
-    ("zero1 zero2", " and not self.fresh", " and False", check_late, "old weights"),
-    ("zero1 zero2", "stepped or not torch.is_grad_enabled()", "stepped", check_late, "before the step"),
-    ("zero1", "elif not self.unreduced", "elif False", check_late, "there again"),
-    ("ddp zero1", "dist.broadcast(tensor, group_src=0, group=group)", "pass", check_odd, "weights differ"),
-    ("zero1 zero2 zero3", "1 / self.world_size", "1", check_parity, "norms differ"),
-    ("ddp", "div_(self.world_size)", "div_(1)", check_parity, "norms differ"),
-    ("ddp", "div_(self.world_size)", "div_(self.world_size**2)", check_parity, "differ"),
-    ("zero1 zero2 zero3", "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
-    ("ddp", "view.copy_(weight.grad)", "view.add_(weight.grad)", check_parity, "losses differ"),
-    ("ddp", "view.zero_()", "pass", check_odd, "weights differ"),
-    ("ddp zero1", "self._end_backward()  #", "pass  #", check_odd, "weights differ"),
-    ("zero1 zero2", "self.version != self.shard._version", "False", check_odd, "weights differ"),
-    ("zero1 zero2", "if self.fresh:", "if self.version != self.shard._version:", check_parity, "losses diff"),
-    ("zero1 zero2 zero3", 'getattr(param, "kind", None)', "None", check_odd, "weights differ"),
-    ("zero1 zero2 zero3", "unit[0][0] is not module", "True", check_timeline, "another order"),
-    ("ddp zero1", "if not self.syncing:", "if False:", check_ledger, "sent +"),
-    ("ddp zero1 zero2 zero3", "_norm(grads, dtype=torch.float64)", "_norm(grads)", check_norm, "the norm is"),
+    (EVERY, "        if self.waiting:\n", "        if False:\n", check_failed, "goes on after"),
+    ("ddp", "        self._check()\n        return", "        return", check_failed, "goes on after"),
+    ("ddp", "!= len(self.params):", "== 0:", check_frozen_late, "frozen unnoticed"),
+    ("ddp zero1 zero2", "dist.broadcast(tensor.detach(), 0)", "pass", check_odd, "weights differ"),
+    ("zero1", "1 / self.n_shards", "1", check_parity, "norms differ"),
+    ("zero2 zero3", "1 / self.n_shards", "1", check_parity, "norms differ"),
+    ("ddp", "self.flat_grad /= dist.get_world_size()", "pass", check_parity, "norms differ"),
+    ("ddp", "self.flat_grad /= dist.get_world_size()", "self.flat_grad /= dist.get_world_size() ** 2",
+     check_parity, "differ"),
+    (SHARDED, "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
+    ("ddp", "view.copy_(param.grad)", "view.add_(param.grad)", check_parity, "losses differ"),
+    ("zero1 zero2", "if not self.accumulating:", "if True:", check_ledger, "all-gather: sent +"),
+    ("zero1 zero2", "self.accumulating = not self.is_last_backward", "self.accumulating = True", check_parity,
+     "losses differ"),
+    ("zero1", "if self.is_last_backward:", "if True:", check_ledger, "sent +"),
+    ("ddp", "if not self.is_last_backward:", "if False:", check_ledger, "sent +"),
+    ("zero1", "            self.flat_grad.zero_()\n            self", "            self", check_odd,
+     "weights differ"),
+    ("zero1", "self.flat_grad.zero_()  #", "pass  #", check_odd, "weights differ"),
+    ("zero3", "owner[param] = module if param in owner else submodule", "owner.setdefault(param, submodule)",
+     check_odd, "weights differ"),
+    (EVERY, "_norm(grads, dtype=torch.float64)", "_norm(grads)", check_norm, "the norm is"),
     ("ddp pipeline", "torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
-    ("zero1", "if param.requires_grad:", "if True:", check_odd, "weights differ"),
-    ("zero2", "dist.all_reduce(squares, group=self.group)", "pass", check_parity, "losses differ"),
+    ("zero2", "dist.all_reduce(squares)", "pass", check_parity, "losses differ"),
     ("zero2", "if self.shard.grad is None:", "if True:", check_parity, "losses differ"),
-    ("zero2", "self.flat_grad.zero_()", "pass", check_odd, "weights differ"),
-    ("zero3", "dist.broadcast(self.flat_param, group_src=0, group=group)", "pass", check_odd, "differ"),
-    ("zero3", "= ShardedWeight()", "= None", check_gathering, "not named"),
+    ("zero2 zero3", "self.flat_grad.zero_()  # for", "self.flat_grad.fill_(9)  # for", check_odd,
+     "weights differ"),
+    ("zero3", "dist.broadcast(self.flat_param, 0)", "pass", check_odd, "differ"),
+    ("zero3", "            dist.broadcast(tensor.detach(), 0)", "            pass", check_odd, "differ"),
+    ("zero3", "self.nan = flat.new_tensor(torch.nan)", "self.nan = flat.new_tensor(0)", check_gathering,
+     "looks like a real one"),
     ("zero3", "unit.reshard()  # it", "pass  # it", check_odd, "weights differ"),
-    ("zero2", "weight.grad = None\n", "pass\n", check_ledger, "gradients: +"),
-    ("zero2", "self.flat_grad.untyped_storage().resize_(0)  # f", "pass  #", check_ledger, "gradients: +"),
+    ("zero2", "        param.grad = None\n", "        pass\n", check_ledger, "gradients: +"),
+    ("zero2 zero3", "        self.flat_grad.untyped_storage().resize_(0)\n        if", "        if",
+     check_ledger, "gradients: +"),
     ("zero3", "unit.reshard_after_forward = False  #", "pass  #", check_ledger, "all-gather: sent +"),
     ("zero3", "[: 1 + self.prefetch]", "[: 2 + self.prefetch]", check_ledger, "parameters: +"),
-    ("zero3", "unit.reshard()  # all", "pass  # all", check_ledger, "parameters: +"),
+    ("zero3", "                each.reshard()", "                pass", check_ledger, "parameters: +"),
+    ("zero3", "if not each.pending:", "if each is not unit:", check_timeline, "another order"),
     ("zero3", "self.units[i::direction]", "self.units[i:]", check_timeline, "another order"),
-    ("zero1 zero2 zero3", "self.reducing.finish_reduce()", "pass", check_timeline, "another order"),
-    ("zero1 zero2", "unit.wait_for_unshard, prepend=True", "unit.wait_for_unshard", check_timeline, "early"),
-    ("ddp zero1 zero2 zero3 hsdp", "proxy(unit.hook)", "unit.hook", check_freed, "bytes are left"),
+    ("zero3", "is_grad_enabled() and not tensors:", "is_grad_enabled() and False:", check_freed_in_time,
+     "not refused"),
+    ("zero1", *swapped(12), check_timeline, "another order"),
+    ("zero2 zero3", *swapped(8), check_timeline, "another order"),
+    ("zero1 zero2", "unit.wait_all_gather, prepend=True", "unit.wait_all_gather", check_timeline, "early"),
+    ("zero1 zero2", "if any(unit.gather_work", "if 0 and any(unit.gather_work", check_bypassed, "used"),
+    ("zero1", "        if not self.is_last_backward:\n", "        if False:\n", check_unsynced, "clipped"),
+    (SHARDED, '"named_parameters", ', "", check_protected, "is not refused"),
+    (SHARDED, '"load_state_dict", ', "", check_protected, "is not refused"),
+    (SHARDED, '"requires_grad_", ', "", check_protected, "is not refused"),
+    (SHARDED, ', "_apply")', ")", check_protected, "is not refused"),
+    (SHARDED, "self.module.state_dict = refuse_use", "pass", check_protected, "is not refused"),
+    (SHARDED, "if len({param.dtype for param in params}) > 1:", "if False:", check_protected, "one dtype"),
+    (SHARDED, "if not owner or not found:", "if not found:", check_protected, "has no"),
+    ("ddp", "proxy(bucket.hook)", "bucket.hook", check_freed, "bytes are left"),
+    ("zero1 zero2 zero3 hsdp", "proxy(unit.hook)", "unit.hook", check_freed, "bytes are left"),
     ("muon", "proxy(self.hook)", "self.hook", check_freed, "bytes are left"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)
