@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ./run.sh                 run every lesson on real text and hold each against single.py: a line each, more in runs/
+# ./run.sh                 run every lesson on real text and compare each with single.py: a line each, more in runs/
 # ./run.sh ddp ...         only these
 # ./run.sh test [LESSON]   the tests, or those of a lesson (what else follows goes to pytest)
 # ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; all that the tests take samples of
