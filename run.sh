@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ./run.sh                 run every lesson on real text and hold each against single.py: a line each, more in runs/
+# ./run.sh                 run every lesson on real text and compare each with single.py: a line each, more in runs/
 # ./run.sh ddp ...         only these
 # ./run.sh test [LESSON]   the tests, or those of a lesson (what else follows goes to pytest)
 # ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; all that the tests take samples of
@@ -14,9 +14,9 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 # In reading order.
-LESSONS=(single collectives dp_threads dp_async ddp zero1 zero2 zero3 hsdp muon diloco offload
-    tensor_parallel sequence_parallel context_parallel expert_parallel pipeline zero_bubble
-    pipeline_v parallel_3d checkpointing zero_r fusion resume survive)
+LESSONS=(single collectives dp_threads dp_async ddp diloco zero1 zero2 zero3 hsdp muon offload
+    tensor_parallel sequence_parallel context_parallel expert_parallel checkpointing zero_r fusion
+    pipeline zero_bubble pipeline_v parallel_3d resume survive)
 
 # Ranks meet on the loopback interface, so that this host's own name need not resolve.
 torchrun="-m torch.distributed.run --local-addr=127.0.0.1 --nproc_per_node"

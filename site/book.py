@@ -50,7 +50,7 @@ def rows(pattern, text=README):
     return {name: rest for name, *rest in re.findall(f"^{pattern}$", text, re.M)}
 
 
-LESSONS = rows(r"\| \[`(\w+)\.py`\]\S+ \| (.+) \| (.+) \|")  # in reading order: who holds what, what is sent
+LESSONS = rows(r"\| \[`(\w+)\.py`\]\S+ \| (.+) \|")  # in reading order: what each teaches
 CHANGES = rows(r"diff (\w+)\.py (\w+)\.py *#? ?(.*)")  # {old: [new, why]}
 MEASURED = rows(r"(\w+) +(\d+) +([\d.]+) +\S+" + r" +(\S+ / \S+|-)" * 5 + r" +([\d.]+)  .*", RUN)
 PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_text())
@@ -77,7 +77,7 @@ def prose(source):
     toc = markdown.extensions.toc.TocExtension(permalink="#", permalink_title="link to this part")
     html = markdown.markdown(source, extensions=["tables", "fenced_code", toc])
     html = re.sub(r'href="(?:docs/|\.\./)?results/(\w+)\.md"', r'href="results-\1.html"', html)
-    html = re.sub(r'href="(?:docs|\.\.)/(\w+)\.md"', r'href="\1.html"', html)
+    html = re.sub(r'href="(?:docs/|\.\./)?(\w+)\.md"', r'href="\1.html"', html)
     html = re.sub(r'href="(?:\.\./)?(\w+)\.py(#L\d+)?"', r'href="\1.html\2"', html)
     html = html.replace('href="../job.sbatch"', 'href="job.sbatch"')
     return Markup(re.sub(r'src="[^"]*?([\w-]+\.svg)"', r'src="\1"', html))
@@ -349,14 +349,15 @@ def build(target):
         pages[page] = templates.get_template(template).render(page=page, title=title, **content)
         (target / f"{page}.html").write_text(pages[page])
 
-    write("index", "index.html", "rankzero", intro=prose(README.split("\n\n")[1]))
+    write("index", "index.html", "rankzero", intro=prose("\n\n".join(README.split("\n\n")[1:3])))
     write("ten", "ten.html", "Ten minutes")
     write("explore", "explore.html", "Explore")
     results = {path.stem: path.read_text() for path in sorted((ROOT / "docs/results").glob("*.md"))}
     texts = {"readme": README, "learn": exercises()}
-    texts |= {name: (ROOT / f"docs/{name}.md").read_text() for name in ("trouble", "cluster", "one_gpu")}
+    pages_of_docs = ("use", "formulas", "trouble", "cluster", "one_gpu")
+    texts |= {name: (ROOT / f"docs/{name}.md").read_text() for name in pages_of_docs}
     texts |= {f"results-{name}": text for name, text in results.items()}
-    titles = {name: text.split("\n")[0].lstrip("# ") for name, text in texts.items()} | {"readme": "Use"}
+    titles = {name: text.split("\n")[0].lstrip("# ") for name, text in texts.items()} | {"readme": "README"}
     measured = {name: title for name, title in titles.items() if name.startswith("results-")}
     write("results", "results.html", "Measured", titles=measured)
     order = [None, *texts, None]

@@ -289,9 +289,9 @@ def test_json_is_the_table_in_bytes_and_curves_are_of_what_fits(tmp_path):
     assert re.findall("<!-- (DP|ZeRO-3) -->", (tmp_path / "svg").read_text()) == ["ZeRO-3"], "other curves"
 
 
-def test_the_readme_shows_what_plan_prints():
-    readme = (ROOT / "README.md").read_text()
-    shown = re.findall(r"^\$ python plan.py (.*)\n\.\.\.\n((?:.+\n)+?)```$", readme, re.M)
+def test_the_docs_show_what_plan_prints():
+    page = (ROOT / "docs/results/plan.md").read_text()
+    shown = re.findall(r"^\$ python plan.py (.*)\n\.\.\.\n((?:.+\n)+?)```$", page, re.M)
     assert shown
     for flags, lines in shown:
         assert printed(flags).endswith(f"\n{lines}")
