@@ -41,9 +41,9 @@ collectives-gather    | ring_all_gather | 10 | N - 1 times: pass on the chunk th
 dp_threads            | parallel_apply | 10 | a thread for each replica; outputs in the replicas' order
 dp_threads-sum        | sum_gradients | 15 | all replicas' gradients, added up on the first device
 dp_async              | Server.may_go_on | 10 | bsp waits for all, asp for nobody, ssp for the slowest worker
-ddp                   | flat_grad /= dist.get_world_size() | 5 | all-reduce adds up, and the mean over ranks is wanted
+ddp                   | flat_grad /= dist.get_world_size() | 5 | all-reduce adds up; a mean is wanted
 ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends at its cap
-ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | in backward
+ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
 zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs 1/N of it
 zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N
 zero1-units           | find_units | 15 | a unit for each block; the rest is the root's
