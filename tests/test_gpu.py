@@ -15,7 +15,7 @@ from tests.harness import ROOT, TEXT, TINY, load, world
 from tests.streams import Streams
 
 
-def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name="zero3"):
+def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name="zero2"):
     gpu, flags, tensor = Streams(ROOT / f"{name}.py", 1, 2), [*TINY.split(), "--steps=2"], torch.tensor
     peers = SimpleNamespace(ALONE="", peers_of=lambda _: {})
     made = []
