@@ -21,7 +21,7 @@ Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context,
     Activations are those of b sequences at a time; m of a number in fp32: 4, in fp64 8. A block has 16h for
     each token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4 statistics of
     norms, and a log-sum-exp of each head. The last norm has 2h and 2 statistics, the loss v numbers.
-    Masters are updated with copies of G gradients at a time: 2^24, or the largest parameter.
+    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
 
 Sent (bytes, by each rank in each step)
     Nothing. On several ranks, all train on the same batch, as the ranks of a tensor-parallel group do.

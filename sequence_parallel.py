@@ -15,7 +15,7 @@ Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context,
     gradients     w(P+(6L+2)h(N-1))/N+3cG/2              c of its fp32 master: 4 in bf16, else 0
     optimizer     K(P+(6L+2)h(N-1))/N                    K of Adam's two moments: 8, in fp64 16; of SGD 0
     activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)      of b sequences; m of a number in fp32: 4, in fp64 8
-    Masters are updated with copies of G gradients at a time: 2^24, or the largest parameter.
+    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
     Replicated are 6h parameters of each layer, 2h of the last norm, and 2 numbers of each token's loss.
 
 Sent (bytes, by each rank in each step of k microbatches)
@@ -77,7 +77,7 @@ class SumPartials(torch.autograd.Function):
 
 
 def naive_mlp(x, up, down):
-    """All of it, if time and memory do not matter: x (b, s/N, h), up (4h/N, h), down (h, 4h/N)."""
+    """All of it, if time and memory do not matter: x is (b, s/N, h), up (4h/N, h), down (h, 4h/N)."""
     x = CopyInput.apply(x)
     hidden = F.gelu(x @ up.T)  # (b, s, 4h/N): some of the features, but with their final values
     return SumPartials.apply(hidden @ down.T)
@@ -88,7 +88,7 @@ def naive_mlp(x, up, down):
 # So a column-parallel layer is followed by a row-parallel one, and each such pair needs a single sum.
 #
 # The problem is backward, which waits for CopyInput's message. Meanwhile it could compute the gradient of
-# `up`, which does not need that. The class below therefore does CopyInput and the product in one.
+# `up`, which needs no message. The class below therefore does CopyInput and the product in one.
 # It keeps this rank's tokens of x alone, and gathers x again in backward. (Autograd would keep all of x.)
 
 
@@ -190,10 +190,7 @@ def find_own(indices, vocab):
     """(Each index within this rank's part of the vocabulary, or 0 if it is elsewhere; whether it is here)."""
     first, end = own_range(vocab)
     is_here = (indices >= first) & (indices < end)
-    # No rank has an index outside of the vocabulary, such as that of an ignored target, so its loss would be
-    # wrong. On a GPU this assertion ends the program, without making the host wait in each step.
-    in_vocab = (indices >= 0) & (indices < vocab)
-    torch._assert_async(in_vocab.all(), "a token or target is not in the vocabulary: replace those to ignore")
+    check_indices(indices, vocab)
     return (indices - first) * is_here, is_here
 
 
@@ -203,7 +200,7 @@ def own_range(size):
     return rank * size // world_size, (rank + 1) * size // world_size
 
 
-PLAN = {  # pattern of names: (forward, the weight's split dim, how many matrices it stacks: q, k, v)
+PLAN = {  # pattern of names: (forward, dimension along which the weight is split, stacked matrices: q, k, v)
     "tokens": (vocab_parallel, 0, 1),
     "positions": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
@@ -216,9 +213,9 @@ PLAN = {  # pattern of names: (forward, the weight's split dim, how many matrice
 class SequenceParallel:
     """As TensorParallel, with (b, s/N, h) between the layers of the plan, which must contain all matrices.
 
-    The caller divides by N the sizes in a forward() that depend on a split, such as the number of heads.
-    Each rank calls backward() for its own share of the loss. Call clip_grad_norm_ below before each update,
-    if only with infinity: it also adds up the gradients of replicated weights, of each rank's tokens."""
+    The caller must divide by N the sizes in a forward() that depend on a split, such as the number of heads;
+    nothing checks this. Each rank calls backward() for its own share of the loss. Call clip_grad_norm_ below
+    before each update, if only with infinity: it also adds up the ranks' gradients of replicated weights."""
 
     def __init__(self, module: nn.Module, plan: dict[str, tuple]):
         self.module = module
@@ -234,7 +231,7 @@ class SequenceParallel:
                     for param in layer.parameters():
                         if dim < param.dim():  # else it is a row-parallel layer's bias, which is replicated
                             self.split[param] = (dim, own_indices(param, dim, parts), param.shape)
-        # Only now, as a head and an embedding with the same weight are in the plan twice, but split once.
+        # Only now: the weight that an embedding and a head share is planned twice, but must be split once.
         for param, (dim, indices, _) in self.split.items():
             param.data = param.detach().index_select(dim, indices)
         check_ties(module, self.split)
@@ -280,6 +277,13 @@ def own_indices(param, dim, parts):
 
 
 # A reader may stop here: these only refuse what would end in other numbers.
+
+
+def check_indices(indices, vocab):
+    # No rank has an index outside of the vocabulary, such as that of an ignored target, so its loss would be
+    # wrong. On a GPU this assertion ends the program, without making the host wait in each step.
+    in_vocab = (indices >= 0) & (indices < vocab)
+    torch._assert_async(in_vocab.all(), "a token or target is not in the vocabulary: replace those to ignore")
 
 
 def check_layer(name, layer):

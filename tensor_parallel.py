@@ -18,7 +18,7 @@ Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context,
     gradients     w(P+(6L+2+s)h(N-1))/N+3cG/2              c of its fp32 master: 4 in bf16, else 0
     optimizer     K(P+(6L+2+s)h(N-1))/N                    K of Adam's two moments: 8, in fp64 16; of SGD 0
     activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)   of b sequences; m of a number in fp32: 4, in fp64 8
-    Masters are updated with copies of G gradients at a time: 2^24, or the largest parameter.
+    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
     Replicated are 6h parameters of each layer, 2h of the last norm, and the sh of the positions; of a token
     each norm's input, output and two statistics, and 4 numbers of the loss. Split are 12h of each layer (q,
     k, v, and the outputs of attention, up and GELU), a log-sum-exp of each head, and the logits.
@@ -53,7 +53,7 @@ import torch.nn.functional as F
 
 
 class CopyInput(torch.autograd.Function):
-    """The paper's f: forward gives each rank all of x, which it has; backward adds up its gradients."""
+    """The paper's f: forward does nothing, as each rank has all of x; backward adds up the gradients of x."""
 
     @staticmethod
     def forward(ctx, x):
@@ -81,7 +81,7 @@ class SumPartials(torch.autograd.Function):
 
 
 def naive_mlp(x, up, down):
-    """All of it, if time does not matter: x (b, s, h), up (4h/N, h), down (h, 4h/N)."""
+    """All of it, if time does not matter: an MLP of which each rank has up (4h/N, h) and down (h, 4h/N)."""
     x = CopyInput.apply(x)
     hidden = F.gelu(x @ up.T)  # (b, s, 4h/N): some of the features, but with their final values
     return SumPartials.apply(hidden @ down.T)
@@ -92,7 +92,7 @@ def naive_mlp(x, up, down):
 # So a column-parallel layer is followed by a row-parallel one, and each such pair needs a single sum.
 #
 # The problem is backward, which waits for CopyInput's message. Meanwhile it could compute the gradient of
-# `up`, which does not need that. The class below therefore does CopyInput and the product in one.
+# `up`, which needs no message. The class below therefore does CopyInput and the product in one.
 
 
 class ColumnParallelLinear(torch.autograd.Function):
@@ -159,10 +159,7 @@ def find_own(indices, vocab):
     """(Each index within this rank's part of the vocabulary, or 0 if it is elsewhere; whether it is here)."""
     first, end = own_range(vocab)
     is_here = (indices >= first) & (indices < end)
-    # No rank has an index outside of the vocabulary, such as that of an ignored target, so its loss would be
-    # wrong. On a GPU this assertion ends the program, without making the host wait in each step.
-    in_vocab = (indices >= 0) & (indices < vocab)
-    torch._assert_async(in_vocab.all(), "a token or target is not in the vocabulary: replace those to ignore")
+    check_indices(indices, vocab)
     return (indices - first) * is_here, is_here
 
 
@@ -172,7 +169,7 @@ def own_range(size):
     return rank * size // world_size, (rank + 1) * size // world_size
 
 
-PLAN = {  # pattern of names: (forward, the weight's split dim, how many matrices it stacks: q, k, v)
+PLAN = {  # pattern of names: (forward, dimension along which the weight is split, stacked matrices: q, k, v)
     "tokens": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
     "blocks.*.proj": (row_parallel, 1, 1),
@@ -184,9 +181,9 @@ PLAN = {  # pattern of names: (forward, the weight's split dim, how many matrice
 class TensorParallel:
     """Splits the layers of a module that a plan such as PLAN names, in place.
 
-    The caller divides by N the sizes in a forward() that depend on a split, such as the number of heads.
-    All ranks train on the same microbatches. Clip with clip_grad_norm_ below: torch's own function would
-    compute another norm on each rank, of its parts alone."""
+    The caller must divide by N the sizes in a forward() that depend on a split, such as the number of heads;
+    nothing checks this. All ranks train on the same microbatches. Clip with clip_grad_norm_ below, as
+    torch's own function would compute another norm on each rank."""
 
     def __init__(self, module: nn.Module, plan: dict[str, tuple]):
         self.module = module
@@ -202,7 +199,7 @@ class TensorParallel:
                     for param in layer.parameters():
                         if dim < param.dim():  # else it is a row-parallel layer's bias, which is replicated
                             self.split[param] = (dim, own_indices(param, dim, parts), param.shape)
-        # Only now, as a head and an embedding with the same weight are in the plan twice, but split once.
+        # Only now: the weight that an embedding and a head share is planned twice, but must be split once.
         for param, (dim, indices, _) in self.split.items():
             param.data = param.detach().index_select(dim, indices)
         check_ties(module, self.split)
@@ -242,6 +239,13 @@ def own_indices(param, dim, parts):
 
 
 # A reader may stop here: these only refuse what would end in other numbers.
+
+
+def check_indices(indices, vocab):
+    # No rank has an index outside of the vocabulary, such as that of an ignored target, so its loss would be
+    # wrong. On a GPU this assertion ends the program, without making the host wait in each step.
+    in_vocab = (indices >= 0) & (indices < vocab)
+    torch._assert_async(in_vocab.all(), "a token or target is not in the vocabulary: replace those to ignore")
 
 
 def check_layer(name, layer):
