@@ -1,40 +1,47 @@
-"""Activation checkpointing: forward keeps the input of a block and drops the rest; backward recomputes it.
+"""Activation checkpointing: forward keeps each block's input only, and backward computes the rest again.
 
 Idea
-    Backward needs what forward computed. A checkpoint keeps a block's input, drops the rest, and runs the
-    block's forward again in backward (arXiv 1604.06174).
-    Selective recomputation also keeps the outputs of matrix products and of attention, and recomputes what is
-    fast: norms, GELU, scores and softmax if not fused (after arXiv 2205.05198, section 5).
+    Backward needs the activations that forward computed, and these often take more memory than the weights. A
+    checkpoint keeps the input of a block and drops what the block computes. Just before backward needs that,
+    it runs the block's forward again. This costs about a third more time (arXiv 1604.06174).
 
-Timeline
-    Ranks train on the same batch, as those of a tensor-parallel group do.
+    Selective recomputation also keeps the outputs of matrix products and of attention. Only what is fast is
+    recomputed: norms, GELU, and attention's scores if not fused (after arXiv 2205.05198, section 5).
+
+Timeline (of the last two blocks)
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
-    parameters     (w+c)P
-    gradients      wP+3cG/2                      G, 2^24 or a larger tensor, in bf16 and fp32
-    optimizer      KP
+Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context, v vocabulary)
+    parameters     (w+c)P                        w of a weight: 4 in fp32, 2 in bf16, 8 in fp64
+    gradients      wP+3cG/2                      c of its fp32 master: 4 in bf16, else 0
+    optimizer      KP                            K of Adam's two moments: 8, in fp64 16; of SGD 0
     activations    bs((16L+2)wh+(4L+2+aL+v)m)    with --policy none, when backward begins
     activations    bs((L+2)wh+(2+v)m)            with --policy full; in backward 15wbsh of one block more
     activations    bs((10L+2)wh+(2+aL+v)m)       with --policy selective; in backward 7wbsh more
-    A block has 16h a token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4
-    numbers of norms, a of heads (log-sum-exp). The last norm has 2h and 2 numbers, the loss v.
+    Activations are those of b sequences at a time; m of a number in fp32: 4, in fp64 8. A block has 16h for
+    each token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4 statistics of
+    norms, and a log-sum-exp of each head. The last norm has 2h and 2 statistics, the loss v numbers.
+    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
 
-Sent
-    Nothing.
+Sent (bytes, by each rank in each step)
+    Nothing. On several ranks, all train on the same batch, as the ranks of a tensor-parallel group do.
 
 Run
     python checkpointing.py --policy selective
     python checkpointing.py --size gpt2 --dtype bf16 --batch 64 --accum 8
 
 Left out
-    Choosing what to keep by measured cost, nested checkpoints, autocast that ends before backward.
+    Errors here: arguments that are changed in place after the call; a function that computes other tensors
+    the second time, as it does if autocast ends before backward.
+    Not detected: parameters and other tensors that the function uses, if they change before backward.
+    Not handled: choosing what to keep by measured cost; functions with keyword arguments (use a partial).
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -56,12 +63,40 @@ EXPENSIVE |= {aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot
 EXPENSIVE |= {aten._scaled_dot_product_cudnn_attention}
 
 
-def checkpoint(function, *args, keep=()):
-    """function(*args), which drops what it computed for backward and runs again there (arXiv 1604.06174).
+class NaiveCheckpoint(torch.autograd.Function):
+    """Full recomputation in its simplest form: y = NaiveCheckpoint.apply(x, block)."""
 
-    Its arguments and parameters must not change between the two runs. Random numbers are the same in both.
-    keep: ATen operators whose outputs are kept, such as EXPENSIVE (arXiv 2205.05198, section 5).
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)  # autograd does not look into the forward of a Function: it saves nothing more
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        y.backward(grad)  # this also adds up the gradients of the function's parameters
+        return x.grad, None
+
+
+# This has several problems. A backward runs inside another one: torch.autograd.grad() does not find the
+# function's parameters, and hooks that wait for the end of backward, as DDP's do, run once in each block. If
+# x needs no gradient, the parameters get none. The function must take and return a single tensor. Dropout
+# draws other random numbers the second time. And everything is computed again, even what is slow, and what
+# comes after the last operation whose result backward needs.
+#
+# So below, autograd builds the function's graph as usual. Hooks replace only the tensors that it saves there.
+
+
+def checkpoint(function: Callable, *args, keep=()):
+    """function(*args). What it computes for backward is dropped, and computed again there.
+
+    keep: ATen operators whose outputs are kept, such as EXPENSIVE. Random numbers are the same both times.
     """
+    if not torch.is_grad_enabled():
+        return function(*args)
     call = Checkpoint(function, args, keep)
     result = call.run(call.pack, args)
     del call.outputs[call.outputs_needed :]
@@ -78,6 +113,7 @@ class Checkpoint:
     def __init__(self, function, args, keep):
         self.function = function
         self.args = args
+        self.versions = versions_of(self.args)
         self.keep = keep
         self.outputs = []  # of the operators in keep
         self.outputs_needed = 0
@@ -97,12 +133,14 @@ class Checkpoint:
         return len(self.dropped) - 1
 
     def unpack(self, number):
+        # The first tensor that backward asks for brings all of them; each is free once it has been used.
         if number not in self.recomputed:
             self.recompute()
         return self.recomputed.pop(number)
 
     def recompute(self):
         """Run the function as in forward, until it has computed what backward needs."""
+        assert versions_of(self.args) == self.versions, "a checkpoint's argument was changed in place"
         self.recomputed = {}
         before = swap_random_states(self.random_states)
         with suppress(StopRecomputation), torch.enable_grad():
@@ -113,7 +151,8 @@ class Checkpoint:
     def pack_again(self, tensor):
         number = len(self.recomputed)
         assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed, a tensor differs"
-        self.recomputed[number] = tensor.detach()  # else its graph would keep this checkpoint alive
+        # Not the tensor itself: its graph has these hooks, so it would keep this checkpoint alive.
+        self.recomputed[number] = tensor.detach()
         if len(self.recomputed) == len(self.dropped):
             raise StopRecomputation
 
@@ -129,52 +168,39 @@ class KeepOutputs(TorchDispatchMode):
         super().__init__()
         self.operators = operators
         self.outputs = outputs  # (operator, output, its version, random states after it if it draws)
-        self.number = 0
+        self.number = 0  # of outputs so far, in this run
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.overloadpacket not in self.operators:
             return operator(*args, **(kwargs or {}))
         self.number += 1
         if self.number > len(self.outputs):  # in forward
-            result = operator(*args, **(kwargs or {}))
-            # In a mode detach() gives a version counter of its own; with this guard, the result's.
+            output = operator(*args, **(kwargs or {}))
+            # In a mode detach() gives a version counter of its own; with this guard, the output's.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+                kept = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
             after = swap_random_states() if torch.Tag.nondeterministic_seeded in operator.tags else ()
-            self.outputs.append((operator, kept, tree_leaves(kept)[0]._version, after))
-            return result
-        recorded, kept, version, after = self.outputs[self.number - 1]
+            self.outputs.append((operator, kept, versions_of(kept), after))
+            return output
+        recorded, kept, versions, after = self.outputs[self.number - 1]
         assert operator is recorded, f"recomputed, a function called {operator} in place of {recorded}"
-        assert tree_leaves(kept)[0]._version == version, f"the output of {operator} was changed in place"
+        assert versions_of(kept) == versions, f"the output of {operator} was changed in place"
         swap_random_states(after)
         return tree_map_only(torch.Tensor, torch.Tensor.detach, kept)
 
 
+def versions_of(values):
+    """How often each tensor in these values has been changed in place."""
+    return [leaf._version for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def swap_random_states(states=()):
-    """Set the states of the random generators, the CPU's and the GPUs'. Returns those of before."""
+    """Set the states of the random generators, the CPU's and the GPUs'. Returns what they were before."""
     generators = [torch.default_generator, *torch.cuda.default_generators]
     before = [generator.get_state() for generator in generators]
     for generator, state in zip(generators, states):
         generator.set_state(state)
     return before
-
-
-class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
-
-    @torch.no_grad()
-    def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
 
 
 @torch.no_grad()
@@ -218,6 +244,24 @@ def parse(arguments=None):
     own.add_argument("--policy", default="full", choices=["none", "full", "selective"])
     own.add_argument("--every", type=int, default=1, choices=range(1, 9), help="2: every second block")
     return read_flags(arguments, own)
+
+
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
+
+    @torch.no_grad()
+    def step(self):
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
+            optimizer.step()
+            master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 # ==== toy model: the same lines in every lesson ====

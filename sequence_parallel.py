@@ -1,31 +1,36 @@
-"""Sequence parallelism: as tensor_parallel.py, with the regions between split layers split too, by tokens.
+"""Sequence parallelism: tensor parallelism in which the replicated activations are split too, by tokens.
 
 Idea
-    In tensor_parallel.py all ranks compute all norms and residuals, and keep their inputs. Here each has s/N
-    tokens there: what was an all-reduce is a reduce-scatter after a row-parallel layer, and an all-gather
-    before a column-parallel one, which backward repeats (arXiv 2205.05198, section 4.2.2).
+    In tensor_parallel.py all ranks compute all norms and residuals, and keep their inputs. Here each rank has
+    1/N of every sequence's tokens there. A column-parallel layer needs all tokens, so it all-gathers them. A
+    row-parallel layer's sum is needed for this rank's tokens only, so it is reduce-scattered. These two send
+    as much as one all-reduce; backward all-gathers x again (arXiv 2205.05198, section 4.2.2).
 
-Timeline (backward of an MLP; in forward nothing hides them)
-    compute | down, gelu | up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
-    network |            | all-gather of x   | reduce-scatter of its gradient   |
+Timeline (backward of an MLP; in forward, nothing can be computed while tokens or sums travel)
+    compute | down, gelu | up (x's gradient) | up (gradients of weight, bias)  | norm, proj, attention, ...
+    network |            | all-gather of x   | reduce-scatter of x's gradient  |
 
-Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: docs/formulas.md)
-    parameters    (w+c)(P+(6L+2)h(N-1))/N               replicated: 6h a block, norm 2h
-    gradients     w(P+(6L+2)h(N-1))/N+3cG/2             G, 2^24 or a larger tensor, in bf16 and fp32
-    optimizer     K(P+(6L+2)h(N-1))/N
-    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)     as in tensor_parallel.py; replicated: 2 of a loss
+Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context, v vocabulary, N ranks)
+    parameters    (w+c)(P+(6L+2)h(N-1))/N                w of a weight: 4 in fp32, 2 in bf16, 8 in fp64
+    gradients     w(P+(6L+2)h(N-1))/N+3cG/2              c of its fp32 master: 4 in bf16, else 0
+    optimizer     K(P+(6L+2)h(N-1))/N                    K of Adam's two moments: 8, in fp64 16; of SGD 0
+    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)      of b sequences; m of a number in fp32: 4, in fp64 8
+    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
+    Replicated are 6h parameters of each layer, 2h of the last norm, and 2 numbers of each token's loss.
 
-Sent (bytes that a rank of a ring sends in a step of k microbatches)
+Sent (bytes, by each rank in each step of k microbatches)
     reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         2L+1 in forward, 2L+1 in backward, two numbers of a loss
     all-gather        kbs((6L+3)wh+2m)(N-1)/N         2L+1 in forward, again in backward, 2L+1 of gradients
-    all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is whole, once; a number of a loss
+    all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is replicated; a number of a loss
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py
     torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 40 --dtype bf16
 
 Left out
-    What tensor_parallel.py leaves out; outside the split layers only what works token by token will do.
+    Errors here: ignored targets such as -100; an embedding's padding_idx or max_norm; autocast, in backward.
+    Not handled: data parallelism beside it; creating the weights already split, not all of them first;
+    outside of the split layers, what does not treat each token alone; lengths that N does not divide.
 """
 
 import argparse
@@ -43,23 +48,63 @@ import torch.distributed.nn  # imported later (torch.optim does), its defaults w
 import torch.nn as nn
 import torch.nn.functional as F
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class CopyInput(torch.autograd.Function):
+    """The paper's g: forward gives each rank all tokens of x; backward adds up their gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return gather_tokens(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # this rank's part of the sum
+        return scatter_sums(grad)
+
+
+class SumPartials(torch.autograd.Function):
+    """The paper's g-bar: forward adds up the ranks' outputs, for each rank's tokens; backward gathers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return scatter_sums(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_tokens(grad)
+
+
+def naive_mlp(x, up, down):
+    """All of it, if time and memory do not matter: x is (b, s/N, h), up (4h/N, h), down (h, 4h/N)."""
+    x = CopyInput.apply(x)
+    hidden = F.gelu(x @ up.T)  # (b, s, 4h/N): some of the features, but with their final values
+    return SumPartials.apply(hidden @ down.T)
+
+
+# Why is the first matrix split by its output features, and the second by its input features? GELU needs
+# final values. If the first product were a sum of parts too, the ranks would have to add it up before GELU.
+# So a column-parallel layer is followed by a row-parallel one, and each such pair needs a single sum.
+#
+# The problem is backward, which waits for CopyInput's message. Meanwhile it could compute the gradient of
+# `up`, which needs no message. The class below therefore does CopyInput and the product in one.
+# It keeps this rank's tokens of x alone, and gathers x again in backward. (Autograd would keep all of x.)
+
+
 class ColumnParallelLinear(torch.autograd.Function):
-    """x (b, s/N, h), all-gathered -> (b, s, out/N); backward reduce-scatters x's gradient (the paper's g)."""
+    """A linear layer with 1/N of its output features: x (b, s/N, h) -> (b, s, out/N)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        work, shards = start_all_gather(x)
-        work.wait()
-        return F.linear(shards.flatten(1, 2), weight, bias)
+        return F.linear(gather_tokens(x), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):  # (b, s, out/N)
         x, weight = ctx.saved_tensors
+        # All of x travels while this rank computes the gradient of x, a partial sum. That travels while this
+        # rank computes the gradient of its weight, which needs all of x.
         all_gather_work, shards = start_all_gather(x)
         reduce_scatter_work, partials = start_reduce_scatter(grad @ weight)
         all_gather_work.wait()
@@ -70,20 +115,18 @@ class ColumnParallelLinear(torch.autograd.Function):
         return partials.sum(0), grad_weight, grad_bias
 
 
-class SumPartials(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: x (b, s, h), partial -> (b, s/N, h)."""
+def gather_tokens(x):
+    """All ranks' tokens: x (b, s/N, h) -> (b, s, h)."""
+    work, shards = start_all_gather(x)
+    work.wait()
+    return shards.flatten(1, 2)
 
-    @staticmethod
-    def forward(ctx, x):
-        work, partials = start_reduce_scatter(x)
-        work.wait()
-        return partials.sum(0)
 
-    @staticmethod
-    def backward(ctx, grad):
-        work, shards = start_all_gather(grad)
-        work.wait()
-        return shards.flatten(1, 2)
+def scatter_sums(x):
+    """The sums over all ranks, for this rank's tokens: x (b, s, h) -> (b, s/N, h)."""
+    work, partials = start_reduce_scatter(x)
+    work.wait()
+    return partials.sum(0)
 
 
 def start_all_gather(x):
@@ -96,7 +139,8 @@ def start_all_gather(x):
 def start_reduce_scatter(x):
     """Start to reduce-scatter x (b, s, h). Returns the work, and what it fills: its sum(0) is (b, s/N, h)."""
     given = torch.stack(x.chunk(dist.get_world_size(), 1))
-    if dist.get_backend() == "gloo":  # its reduce-scatter is an all-reduce: twice the bytes
+    # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
+    if dist.get_backend() == "gloo":
         received = torch.empty_like(given)
         return dist.all_to_all_single(received, given, async_op=True), received
     received = torch.empty_like(given[:1])
@@ -104,41 +148,59 @@ def start_reduce_scatter(x):
 
 
 def column_parallel(linear, x):
-    """A linear layer with 1/N of its output features: x (b, s/N, h) -> (b, s, out/N)."""
+    """The forward of a linear layer that is split by output features: x (..., h) -> (..., out/N)."""
     return ColumnParallelLinear.apply(x, linear.weight, linear.bias)
 
 
 def row_parallel(linear, x):
-    """A linear layer with 1/N of its input features: x (b, s, in/N) -> (b, s/N, h)."""
+    """The forward of a linear layer that is split by input features: x (..., in/N) -> (..., h)."""
     y = SumPartials.apply(F.linear(x, linear.weight))
-    return y if linear.bias is None else y + linear.bias  # after the sum, else it would count N times
+    # The bias is added after the sum, which would contain it N times otherwise.
+    return y if linear.bias is None else y + linear.bias
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with 1/N of its rows, rounded (Megatron-LM pads): tokens (b, s) -> (b, s/N, h)."""
-    vocab = embedding.num_embeddings
-    row = tokens - dist.get_rank() * vocab // dist.get_world_size()  # in this rank's weight
-    elsewhere = (row < 0) | (row >= len(embedding.weight))
-    elsewhere &= (tokens >= 0) & (tokens < vocab)  # a token beyond the vocabulary must still fail
-    found = F.embedding(row.masked_fill(elsewhere, 0), embedding.weight)
-    return SumPartials.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+    """The forward of an embedding that is split by its rows, for tokens (b, s)."""
+    row, is_here = find_own(tokens, embedding.num_embeddings)
+    found = F.embedding(row, embedding.weight)
+    # One rank has a token's row, the others add zeros to it.
+    return SumPartials.apply(found.masked_fill(~is_here.unsqueeze(-1), 0))
 
 
 def parallel_cross_entropy(logits, targets, vocab):
-    """Losses (b, s/N), in fp32 or fp64; logits (b, s, v/N), targets (b, s), `vocab` the whole v."""
+    """Losses (b, s/N), in fp32 or fp64, of logits (b, s, v/N) and targets (b, s); vocab is v.
+
+    A loss is log(sum(exp(logits))) - logits[target]. No rank has all logits of a token, but all it takes is
+    the sum, to which each rank adds its part, and the target's logit, which one of the ranks has."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    lse = logits.logsumexp(-1)  # of this rank's v/N
-    shift = lse.detach().clone()
-    dist.all_reduce(shift, dist.ReduceOp.MAX)  # the largest of all ranks: exp() is at most 1
-    column = targets - dist.get_rank() * vocab // dist.get_world_size()
-    inside = (column >= 0) & (column < logits.shape[-1])
-    of_target = logits.gather(-1, (column * inside).unsqueeze(-1)).squeeze(-1) - shift
-    sums = torch.stack([(lse - shift).exp(), of_target * inside], -1)  # (b, s, 2), partial
-    total, of_target = SumPartials.apply(sums).unbind(-1)
-    return total.log() - of_target
+    own_lse = logits.logsumexp(-1)
+    # All logits are taken relative to the largest of the ranks' log-sum-exps, so that no exp() overflows.
+    largest = own_lse.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    own_sum = (own_lse - largest).exp()
+    column, is_here = find_own(targets, vocab)
+    own_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - largest
+    # Both sums travel in one message.
+    partials = torch.stack([own_sum, own_logit * is_here], -1)  # (b, s, 2)
+    total, target_logit = SumPartials.apply(partials).unbind(-1)
+    return total.log() - target_logit
 
 
-PLAN = {  # pattern of names: (forward, dim along which the weight is split, matrices stacked: q, k, v)
+def find_own(indices, vocab):
+    """(Each index within this rank's part of the vocabulary, or 0 if it is elsewhere; whether it is here)."""
+    first, end = own_range(vocab)
+    is_here = (indices >= first) & (indices < end)
+    check_indices(indices, vocab)
+    return (indices - first) * is_here, is_here
+
+
+def own_range(size):
+    """This rank's 1/N of range(size), as (first, end)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return rank * size // world_size, (rank + 1) * size // world_size
+
+
+PLAN = {  # pattern of names: (forward, dimension along which the weight is split, stacked matrices: q, k, v)
     "tokens": (vocab_parallel, 0, 1),
     "positions": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
@@ -149,47 +211,47 @@ PLAN = {  # pattern of names: (forward, dim along which the weight is split, mat
 
 
 class SequenceParallel:
-    """As TensorParallel, with (b, s/N, h) between its layers. Every matrix must be in the plan.
-    A step: backward() of the ranks' own shares of one loss; clip_grad_norm_(); optimizer.step().
-    """
+    """As TensorParallel, with (b, s/N, h) between the layers of the plan, which must contain all matrices.
 
-    def __init__(self, module, plan):
+    The caller must divide by N the sizes in a forward() that depend on a split, such as the number of heads;
+    nothing checks this. Each rank calls backward() for its own share of the loss. Call clip_grad_norm_ below
+    before each update, if only with infinity: it also adds up the ranks' gradients of replicated weights."""
+
+    def __init__(self, module: nn.Module, plan: dict[str, tuple]):
         self.module = module
-        self.split = {}  # parameter: (dim, this rank's indices along it, whole shape)
-        rank = dist.get_rank()
-        world_size = dist.get_world_size()
+        self.split = {}  # parameter: (dim, this rank's indices along it, unsharded shape)
+        # All ranks start from rank 0's weights.
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)
         for pattern, (forward, dim, parts) in plan.items():
             for name, layer in module.named_modules():
                 if fnmatch(name, pattern):
-                    if type(layer) not in (nn.Linear, nn.Embedding):
-                        raise TypeError(f"{name} is neither Linear nor Embedding: leave it out of the plan")
+                    check_layer(name, layer)
                     layer.forward = partial(forward, layer)
                     for param in layer.parameters():
-                        if dim < param.dim():  # a row-parallel layer's bias stays whole
-                            indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
-                            start, end = (r * indices.shape[1] // world_size for r in (rank, rank + 1))
-                            part = indices[:, start:end].flatten()  # 1/N of each matrix
-                            self.split[param] = (dim, part, param.shape)
-        for param, (dim, indices, _) in self.split.items():  # once, though it be tied
+                        if dim < param.dim():  # else it is a row-parallel layer's bias, which is replicated
+                            self.split[param] = (dim, own_indices(param, dim, parts), param.shape)
+        # Only now: the weight that an embedding and a head share is planned twice, but must be split once.
+        for param, (dim, indices, _) in self.split.items():
             param.data = param.detach().index_select(dim, indices)
-        for name, param in module.named_parameters():
-            if param.dim() > 1 and param not in self.split:
-                raise ValueError(f"{name} would see s/N tokens: plan its layer")
+        check_ties(module, self.split)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Sum whole parameters' gradients; scale all to a norm of max_norm at most. Returns that before."""
+    def clip_grad_norm_(self, max_norm: float):
+        """Scale the gradients to a global norm of at most max_norm. Returns the norm before, in fp64."""
         params = [param for param in self.module.parameters() if param.grad is not None]
-        whole = [param.grad for param in params if param not in self.split]
-        flat_grad = nn.utils.parameters_to_vector(whole)
-        dist.all_reduce(flat_grad)  # each rank's cover only its tokens
-        nn.utils.vector_to_parameters(flat_grad, whole)
-        squares = params[0].new_zeros((), dtype=torch.float64)
-        for param in params:
-            if param in self.split or dist.get_rank() == 0:  # what all ranks have counts once
-                squares += param.grad.square().sum(dtype=torch.float64)
+        # Of a replicated parameter, each rank has the gradient of its own tokens.
+        replicated = [param.grad for param in params if param not in self.split]
+        if replicated:
+            flat_grad = nn.utils.parameters_to_vector(replicated)
+            dist.all_reduce(flat_grad)
+            nn.utils.vector_to_parameters(flat_grad, replicated)
+        norms = torch._foreach_norm([param.grad for param in params], dtype=torch.float64)
+        squares = torch.zeros_like(norms[0])
+        for param, norm in zip(params, norms):
+            # All ranks have the same gradients of replicated parameters, so only rank 0 counts them.
+            if param in self.split or dist.get_rank() == 0:
+                squares += norm.square()
         dist.all_reduce(squares)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))
@@ -201,27 +263,39 @@ class SequenceParallel:
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if param in self.split:
                 dim, indices, shape = self.split[param]
+                # Each rank fills in its part of zeros; the sum of these is the unsharded weight.
                 state_dict[name] = param.new_zeros(shape).index_copy_(dim, indices, param.detach())
-                dist.all_reduce(state_dict[name])  # each rank's part and zeros
+                dist.all_reduce(state_dict[name])
         return state_dict
 
 
-class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+def own_indices(param, dim, parts):
+    """The indices, along dim, of this rank's 1/N of each of the matrices that a parameter stacks."""
+    indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
+    first, end = own_range(indices.shape[1])
+    return indices[:, first:end].flatten()
 
-    @torch.no_grad()
-    def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+
+# A reader may stop here: these only refuse what would end in other numbers.
+
+
+def check_indices(indices, vocab):
+    # No rank has an index outside of the vocabulary, such as that of an ignored target, so its loss would be
+    # wrong. On a GPU this assertion ends the program, without making the host wait in each step.
+    in_vocab = (indices >= 0) & (indices < vocab)
+    torch._assert_async(in_vocab.all(), "a token or target is not in the vocabulary: replace those to ignore")
+
+
+def check_layer(name, layer):
+    plain = type(layer) is nn.Linear or (type(layer) is nn.Embedding and "=" not in layer.extra_repr())
+    if not plain:
+        raise TypeError(f"{name} is no Linear, and no Embedding without options: leave it out of the plan")
+
+
+def check_ties(module, split):
+    for name, param in module.named_parameters():
+        if param.dim() > 1 and param not in split:
+            raise ValueError(f"{name} would see s/N tokens: plan its layer")
 
 
 def train(config):
@@ -259,6 +333,24 @@ def train(config):
 
 def parse(arguments=None):
     return read_flags(arguments)
+
+
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
+
+    @torch.no_grad()
+    def step(self):
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
+            optimizer.step()
+            master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 # ==== toy model: the same lines in every lesson ====

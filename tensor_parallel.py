@@ -1,31 +1,39 @@
-"""Tensor parallelism: each layer's matrices are split over the ranks, which all work on the same batch.
+"""Tensor parallelism: each weight matrix is split across the ranks, which all work on the same batch.
 
 Idea
-    An MLP is GELU(xA)B. Split A by columns, B by rows: rank i computes GELU(xA_i)B_i; forward all-reduces the
-    sum, backward x's gradient, so each rank has all gradients of what is replicated (norms). Attention is
-    split by heads, embedding and logits by vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
+    An MLP computes GELU(xA)B. Rank i holds 1/N of A's columns and the same 1/N of B's rows, and computes
+    GELU(xA_i)B_i. The sum over all ranks is the MLP's output. So forward needs one all-reduce, and so does
+    backward, for the gradient of x. Attention is split by heads in the same way, and the embedding and the
+    logits are split by vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
 
-Timeline (backward of an MLP; in forward nothing hides the all-reduce after a row-parallel layer)
-    compute | down, gelu, up (x's gradient) | up (weight's, bias's gradients)  | norm, proj, attention, ...
-    network |                               | all-reduce                       |
+    Norms and positions are replicated. All ranks compute them from the same numbers, and get the same
+    gradients for them, so nothing is sent for these.
 
-Memory (bytes: w a weight, c its master, if bf16, K its moments; all letters: docs/formulas.md)
-    parameters    (w+c)(P+(6L+2+s)h(N-1))/N                replicated: 6h a block, norm 2h, positions sh
-    gradients     w(P+(6L+2+s)h(N-1))/N+3cG/2              of G at a time in bf16 and fp32: see MasterWeights
-    optimizer     K(P+(6L+2+s)h(N-1))/N
-    activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)
-    Whole, of a token: each norm's input, output, mean and 1/std; 4 numbers of the loss. Split: q, k, v, the
-    outputs of attention, up and GELU (12h in a block), each head's log-sum-exp, logits. m: 4, in fp64 8.
+Timeline (backward of an MLP; in forward, nothing can be computed while a sum travels)
+    compute | down, gelu, up (x's gradient) | up (gradients of weight, bias) | norm, proj, attention, ...
+    network |                               | all-reduce of x's gradient     |
 
-Sent (bytes that a rank of a ring sends in a step of k microbatches)
-    all-reduce    2kbs((4L+2)wh+3m)(N-1)/N   4 a block; embedding, head; 3 numbers of a loss
+Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context, v vocabulary, N ranks)
+    parameters    (w+c)(P+(6L+2+s)h(N-1))/N                w of a weight: 4 in fp32, 2 in bf16, 8 in fp64
+    gradients     w(P+(6L+2+s)h(N-1))/N+3cG/2              c of its fp32 master: 4 in bf16, else 0
+    optimizer     K(P+(6L+2+s)h(N-1))/N                    K of Adam's two moments: 8, in fp64 16; of SGD 0
+    activations   bs((4L+2)wh+(4L+6)m+(12Lwh+m(aL+v))/N)   of b sequences; m of a number in fp32: 4, in fp64 8
+    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
+    Replicated are 6h parameters of each layer, 2h of the last norm, and the sh of the positions; of a token
+    each norm's input, output and two statistics, and 4 numbers of the loss. Split are 12h of each layer (q,
+    k, v, and the outputs of attention, up and GELU), a log-sum-exp of each head, and the logits.
+
+Sent (bytes, by each rank in each step of k microbatches)
+    all-reduce    2kbs((4L+2)wh+3m)(N-1)/N   in a ring: 4 in a layer, embedding, head, 3 numbers of the loss
 
 Run
     torchrun --nproc_per_node=2 tensor_parallel.py
     torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 40 --dtype bf16
 
 Left out
-    Data parallelism, creating weights already split, dropout, ignored or odd targets, padding_idx, autocast.
+    Errors here: ignored targets such as -100; an embedding's padding_idx or max_norm; autocast, in backward.
+    Not handled: data parallelism beside it; creating the weights already split, not all of them first;
+    dropout, which needs the same random numbers on all ranks where activations are replicated.
 """
 
 import argparse
@@ -44,28 +52,22 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-class ColumnParallelLinear(torch.autograd.Function):
-    """x (b, s, h), whole -> (b, s, out/N); backward all-reduces x's gradient (the paper's f)."""
+class CopyInput(torch.autograd.Function):
+    """The paper's f: forward does nothing, as each rank has all of x; backward adds up the gradients of x."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+    def forward(ctx, x):
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):  # (b, s, out/N)
-        x, weight = ctx.saved_tensors
-        grad_x = grad @ weight  # (b, s, h), partial
-        work = dist.all_reduce(grad_x, async_op=True)  # while this rank computes grad_weight
-        grad = grad.flatten(0, -2)
-        grad_weight = grad.T @ x.flatten(0, -2)
-        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        work.wait()
-        return grad_x, grad_weight, grad_bias
+    def backward(ctx, grad):  # this rank's part of the sum
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
 
 
 class SumPartials(torch.autograd.Function):
-    """All-reduce forward, in place, identity backward: x (b, s, h), partial -> (b, s, h) (the paper's g)."""
+    """The paper's g: forward adds up the ranks' outputs, in place; backward copies the gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -78,42 +80,96 @@ class SumPartials(torch.autograd.Function):
         return grad
 
 
+def naive_mlp(x, up, down):
+    """All of it, if time does not matter: an MLP of which each rank has up (4h/N, h) and down (h, 4h/N)."""
+    x = CopyInput.apply(x)
+    hidden = F.gelu(x @ up.T)  # (b, s, 4h/N): some of the features, but with their final values
+    return SumPartials.apply(hidden @ down.T)
+
+
+# Why is the first matrix split by its output features, and the second by its input features? GELU needs
+# final values. If the first product were a sum of parts too, the ranks would have to add it up before GELU.
+# So a column-parallel layer is followed by a row-parallel one, and each such pair needs a single sum.
+#
+# The problem is backward, which waits for CopyInput's message. Meanwhile it could compute the gradient of
+# `up`, which needs no message. The class below therefore does CopyInput and the product in one.
+
+
+class ColumnParallelLinear(torch.autograd.Function):
+    """A linear layer with 1/N of its output features: x (b, s, h) -> (b, s, out/N)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # (b, s, out/N)
+        x, weight = ctx.saved_tensors
+        # The gradient of x is a partial sum. It travels while this rank computes the gradient of its weight.
+        grad_x = grad @ weight  # (b, s, h)
+        work = dist.all_reduce(grad_x, async_op=True)
+        grad = grad.flatten(0, -2)
+        grad_weight = grad.T @ x.flatten(0, -2)
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        work.wait()
+        return grad_x, grad_weight, grad_bias
+
+
 def column_parallel(linear, x):
-    """A linear layer with 1/N of its output features: x (b, s, h), whole -> (b, s, out/N)."""
+    """The forward of a linear layer that is split by output features: x (..., h) -> (..., out/N)."""
     return ColumnParallelLinear.apply(x, linear.weight, linear.bias)
 
 
 def row_parallel(linear, x):
-    """A linear layer with 1/N of its input features: x (b, s, in/N) -> (b, s, h)."""
+    """The forward of a linear layer that is split by input features: x (..., in/N) -> (..., h)."""
     y = SumPartials.apply(F.linear(x, linear.weight))
-    return y if linear.bias is None else y + linear.bias  # after the sum, else it would count N times
+    # The bias is added after the sum, which would contain it N times otherwise.
+    return y if linear.bias is None else y + linear.bias
 
 
 def vocab_parallel(embedding, tokens):
-    """An embedding with about 1/N of its rows (Megatron-LM pads): tokens (b, s) -> (b, s, h)."""
-    vocab = embedding.num_embeddings
-    row = tokens - dist.get_rank() * vocab // dist.get_world_size()  # in this rank's weight
-    elsewhere = (row < 0) | (row >= len(embedding.weight))
-    elsewhere &= (tokens >= 0) & (tokens < vocab)  # a token beyond the vocabulary must still fail
-    found = F.embedding(row.masked_fill(elsewhere, 0), embedding.weight)
-    return SumPartials.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+    """The forward of an embedding that is split by its rows, for tokens (b, s)."""
+    row, is_here = find_own(tokens, embedding.num_embeddings)
+    found = F.embedding(row, embedding.weight)
+    # One rank has a token's row, the others add zeros to it.
+    return SumPartials.apply(found.masked_fill(~is_here.unsqueeze(-1), 0))
 
 
 def parallel_cross_entropy(logits, targets, vocab):
-    """Losses (b, s), in fp32 or fp64; logits (b, s, v/N), targets (b, s), `vocab` the whole v."""
+    """Losses (b, s), in fp32 or fp64, of logits (b, s, v/N) and targets (b, s); vocab is v.
+
+    A loss is log(sum(exp(logits))) - logits[target]. No rank has all logits of a token, but all it takes is
+    the sum, to which each rank adds its part, and the target's logit, which one of the ranks has."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    lse = logits.logsumexp(-1)  # of this rank's v/N
-    shift = lse.detach().clone()
-    dist.all_reduce(shift, dist.ReduceOp.MAX)  # the largest of all ranks: exp() is at most 1
-    column = targets - dist.get_rank() * vocab // dist.get_world_size()
-    inside = (column >= 0) & (column < logits.shape[-1])
-    of_target = logits.gather(-1, (column * inside).unsqueeze(-1)).squeeze(-1) - shift
-    sums = torch.stack([(lse - shift).exp(), of_target * inside], -1)  # (b, s, 2), partial
-    total, of_target = SumPartials.apply(sums).unbind(-1)
-    return total.log() - of_target
+    own_lse = logits.logsumexp(-1)
+    # All logits are taken relative to the largest of the ranks' log-sum-exps, so that no exp() overflows.
+    largest = own_lse.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    own_sum = (own_lse - largest).exp()
+    column, is_here = find_own(targets, vocab)
+    own_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - largest
+    # Both sums travel in one message.
+    partials = torch.stack([own_sum, own_logit * is_here], -1)  # (b, s, 2)
+    total, target_logit = SumPartials.apply(partials).unbind(-1)
+    return total.log() - target_logit
 
 
-PLAN = {  # pattern of names: (forward, the weight's split dim, how many matrices it stacks: q, k, v)
+def find_own(indices, vocab):
+    """(Each index within this rank's part of the vocabulary, or 0 if it is elsewhere; whether it is here)."""
+    first, end = own_range(vocab)
+    is_here = (indices >= first) & (indices < end)
+    check_indices(indices, vocab)
+    return (indices - first) * is_here, is_here
+
+
+def own_range(size):
+    """This rank's 1/N of range(size), as (first, end)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return rank * size // world_size, (rank + 1) * size // world_size
+
+
+PLAN = {  # pattern of names: (forward, dimension along which the weight is split, stacked matrices: q, k, v)
     "tokens": (vocab_parallel, 0, 1),
     "blocks.*.qkv": (column_parallel, 0, 3),
     "blocks.*.proj": (row_parallel, 1, 1),
@@ -123,44 +179,41 @@ PLAN = {  # pattern of names: (forward, the weight's split dim, how many matrice
 
 
 class TensorParallel:
-    """Splits the layers of a plan such as PLAN, in place. All ranks start with rank 0's weights.
-    The caller divides sizes in forward(), such as heads, by N. A step:
-    backward() of the same microbatches on all ranks; clip_grad_norm_(); optimizer.step().
-    """
+    """Splits the layers of a module that a plan such as PLAN names, in place.
 
-    def __init__(self, module, plan):
+    The caller must divide by N the sizes in a forward() that depend on a split, such as the number of heads;
+    nothing checks this. All ranks train on the same microbatches. Clip with clip_grad_norm_ below, as
+    torch's own function would compute another norm on each rank."""
+
+    def __init__(self, module: nn.Module, plan: dict[str, tuple]):
         self.module = module
-        self.split = {}  # parameter: (dim, this rank's indices along it, whole shape)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.split = {}  # parameter: (dim, this rank's indices along it, unsharded shape)
+        # All ranks start from rank 0's weights.
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)
         for pattern, (forward, dim, parts) in plan.items():
             for name, layer in module.named_modules():
                 if fnmatch(name, pattern):
-                    if type(layer) not in (nn.Linear, nn.Embedding):
-                        raise TypeError(f"{name} is neither Linear nor Embedding: leave it out of the plan")
+                    check_layer(name, layer)
                     layer.forward = partial(forward, layer)
                     for param in layer.parameters():
-                        if dim < param.dim():  # a row-parallel layer's bias stays whole
-                            indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
-                            start, end = (r * indices.shape[1] // world_size for r in (rank, rank + 1))
-                            part = indices[:, start:end].flatten()  # 1/N of each matrix
-                            self.split[param] = (dim, part, param.shape)
-        for param, (dim, indices, _) in self.split.items():  # once, even if tied
+                        if dim < param.dim():  # else it is a row-parallel layer's bias, which is replicated
+                            self.split[param] = (dim, own_indices(param, dim, parts), param.shape)
+        # Only now: the weight that an embedding and a head share is planned twice, but must be split once.
+        for param, (dim, indices, _) in self.split.items():
             param.data = param.detach().index_select(dim, indices)
-        for name, layer in module.named_modules():
-            for param in layer.parameters(recurse=False):
-                if param in self.split and not isinstance(layer.forward, partial):
-                    raise ValueError(f"{name} is tied to a planned layer: plan it, too")
+        check_ties(module, self.split)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients to a global norm of max_norm at most. Returns the norm before, in fp64."""
+    def clip_grad_norm_(self, max_norm: float):
+        """Scale the gradients to a global norm of at most max_norm. Returns the norm before, in fp64."""
         params = [param for param in self.module.parameters() if param.grad is not None]
-        squares = params[0].new_zeros((), dtype=torch.float64)
-        for param in params:
-            if param in self.split or dist.get_rank() == 0:  # replicated ones count once
-                squares += param.grad.square().sum(dtype=torch.float64)
+        norms = torch._foreach_norm([param.grad for param in params], dtype=torch.float64)
+        squares = torch.zeros_like(norms[0])
+        for param, norm in zip(params, norms):
+            # All ranks have the same gradients of replicated parameters, so only rank 0 counts them.
+            if param in self.split or dist.get_rank() == 0:
+                squares += norm.square()
         dist.all_reduce(squares)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))
@@ -172,27 +225,40 @@ class TensorParallel:
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if param in self.split:
                 dim, indices, shape = self.split[param]
+                # Each rank fills in its part of zeros; the sum of these is the unsharded weight.
                 state_dict[name] = param.new_zeros(shape).index_copy_(dim, indices, param.detach())
-                dist.all_reduce(state_dict[name])  # each rank's part and zeros
+                dist.all_reduce(state_dict[name])
         return state_dict
 
 
-class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+def own_indices(param, dim, parts):
+    """The indices, along dim, of this rank's 1/N of each of the matrices that a parameter stacks."""
+    indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
+    first, end = own_range(indices.shape[1])
+    return indices[:, first:end].flatten()
 
-    @torch.no_grad()
-    def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+
+# A reader may stop here: these only refuse what would end in other numbers.
+
+
+def check_indices(indices, vocab):
+    # No rank has an index outside of the vocabulary, such as that of an ignored target, so its loss would be
+    # wrong. On a GPU this assertion ends the program, without making the host wait in each step.
+    in_vocab = (indices >= 0) & (indices < vocab)
+    torch._assert_async(in_vocab.all(), "a token or target is not in the vocabulary: replace those to ignore")
+
+
+def check_layer(name, layer):
+    plain = type(layer) is nn.Linear or (type(layer) is nn.Embedding and "=" not in layer.extra_repr())
+    if not plain:
+        raise TypeError(f"{name} is no Linear, and no Embedding without options: leave it out of the plan")
+
+
+def check_ties(module, split):
+    for name, layer in module.named_modules():
+        for param in layer.parameters(recurse=False):
+            if param in split and not isinstance(layer.forward, partial):
+                raise ValueError(f"{name} is tied to a planned layer: plan it, too")
 
 
 def train(config):
@@ -229,6 +295,24 @@ def train(config):
 
 def parse(arguments=None):
     return read_flags(arguments)
+
+
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
+
+    @torch.no_grad()
+    def step(self):
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
+            optimizer.step()
+            master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -1,34 +1,39 @@
-"""ZeRO-R: as checkpointing.py, with the checkpoints partitioned over the ranks, on the GPU or on the host.
+"""ZeRO-R: activation checkpointing, with each block's input split across the ranks, on the GPU or the host.
 
 Idea
-    Backward needs what forward computed. A checkpoint keeps a block's input, drops the rest, and runs the
-    block's forward again in backward (arXiv 1604.06174).
-    Tensor-parallel ranks have equal inputs: each keeps 1/N, on the GPU (ZeRO's P_a) or on the host (P_a+cpu;
-    arXiv 1910.02054, section 6.1). While block 4 recomputes, they all-gather the input of block 3.
+    Backward needs the activations that forward computed, and these often take more memory than the weights. A
+    checkpoint keeps the input of a block and drops what the block computes. Just before backward needs that,
+    it runs the block's forward again. This costs about a third more time (arXiv 1604.06174).
 
-Timeline
-    Ranks train on the same batch, as those of a tensor-parallel group do.
+    Tensor-parallel ranks have the same inputs. So each keeps 1/N of every input, on the GPU (the paper's P_a)
+    or on the host (P_a+cpu), and backward all-gathers it (ZeRO, arXiv 1910.02054, section 6.1).
+
+Timeline (of the last two blocks)
     compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
     network |           |           |      | gather 4 | gather 3    |            | gather 2    | ...
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
-    parameters     (w+c)P
-    gradients      wP+3cG/2                      G, 2^24 or a larger tensor, in bf16 and fp32
-    optimizer      KP
-    activations    bs((L/N+2)wh+(2+v)m)          when backward begins; wbshL/N of it can be on the host
-    A block has 16h a token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4
-    numbers of norms, a of heads (log-sum-exp). The last norm has 2h and 2 numbers, the loss v.
-    In backward 17wbsh more: 15 of a block, its input, the next one's. Buffers do not grow with P (its C_B).
+Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context, v vocabulary)
+    parameters     (w+c)P                        w of a weight: 4 in fp32, 2 in bf16, 8 in fp64
+    gradients      wP+3cG/2                      c of its fp32 master: 4 in bf16, else 0
+    optimizer      KP                            K of Adam's two moments: 8, in fp64 16; of SGD 0
+    activations    bs((L/N+2)wh+(2+v)m)          of N ranks, when backward begins; in backward 17wbsh more
+    Activations are those of b sequences at a time; m of a number in fp32: 4, in fp64 8. A block has 16h for
+    each token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4 statistics of
+    norms, and a log-sum-exp of each head. The last norm has 2h and 2 statistics, the loss v numbers.
+    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
 
-Sent (bytes that a rank of a ring sends in a step of k microbatches)
-    all-gather     kwbshL(N-1)/N    offload: instead, kwbshL/N to the host and as much back
+Sent (bytes, by each rank in each step)
+    all-gather     kwbshL(N-1)/N    in a ring; k microbatches; offload: also kwbshL/N to the host, and back
 
 Run
     torchrun --nproc_per_node=2 zero_r.py
     torchrun --nproc_per_node=8 zero_r.py --size gpt2 --dtype bf16 --policy offload
 
 Left out
-    Selective recomputation, nested checkpoints, autocast that ends before backward, defragmentation (M_D).
+    Errors here: arguments that are changed in place after the call; a function that computes other tensors
+    the second time, as it does if autocast ends before backward.
+    Not detected: parameters and other tensors that the function uses, if they change before backward.
+    Not handled: first arguments that differ between ranks (not detected); selective recomputation.
 """
 
 import argparse
@@ -36,6 +41,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -47,16 +53,47 @@ import torch.distributed.nn  # imported later (torch.optim does), its defaults w
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
-def checkpoint(function, *args, store):
-    """function(*args), which drops what it computed for backward and runs again there (arXiv 1604.06174).
+class NaiveCheckpoint(torch.autograd.Function):
+    """Full recomputation in its simplest form: y = NaiveCheckpoint.apply(x, block)."""
 
-    Its arguments and parameters must not change between the two runs. Random numbers are the same in both.
-    store: a Partitioned, which keeps the first argument until backward (arXiv 1910.02054, section 6.1).
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)  # autograd does not look into the forward of a Function: it saves nothing more
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        y.backward(grad)  # this also adds up the gradients of the function's parameters
+        return x.grad, None
+
+
+# This has several problems. A backward runs inside another one: torch.autograd.grad() does not find the
+# function's parameters, and hooks that wait for the end of backward, as DDP's do, run once in each block. If
+# x needs no gradient, the parameters get none. The function must take and return a single tensor. Dropout
+# draws other random numbers the second time. And everything is computed again, even what is slow, and what
+# comes after the last operation whose result backward needs.
+#
+# So below, autograd builds the function's graph as usual. Hooks replace only the tensors that it saves there.
+# The ranks all have the same x, so each keeps 1/N of it. To gather x only when backward needs it would make
+# backward wait. So the all-gather of a block's x starts when the recomputation of the block after it does.
+
+
+def checkpoint(function: Callable, *args, store: "Partitioned"):
+    """function(*args). What it computes for backward is dropped, and computed again there.
+
+    store keeps the first argument, which is the same on all ranks. Random numbers are the same both times.
     """
+    if not torch.is_grad_enabled():
+        return function(*args)
     call = Checkpoint(function, args, store)
     return call.run(call.pack, args)
 
@@ -71,6 +108,7 @@ class Checkpoint:
     def __init__(self, function, args, store):
         self.function = function
         x, *self.args = args
+        self.versions = versions_of(self.args)
         self.store = store
         self.stored = store.partition(x)
         self.gathering = None  # (x, work to wait for) from prefetch() to recompute()
@@ -90,6 +128,7 @@ class Checkpoint:
         return len(self.dropped) - 1
 
     def unpack(self, number):
+        # The first tensor that backward asks for brings all of them; each is free once it has been used.
         if number not in self.recomputed:
             self.recompute()
         return self.recomputed.pop(number)
@@ -101,9 +140,11 @@ class Checkpoint:
 
     def recompute(self):
         """Run the function as in forward, until it has computed what backward needs."""
+        assert versions_of(self.args) == self.versions, "a checkpoint's argument was changed in place"
         x, work = self.prefetch()
         self.gathering = None
         work.wait()
+        # The previous block's input travels while this block recomputes and runs its backward.
         if self.previous:
             self.previous.prefetch()
         self.recomputed = {}
@@ -116,7 +157,8 @@ class Checkpoint:
     def pack_again(self, tensor):
         number = len(self.recomputed)
         assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed, a tensor differs"
-        self.recomputed[number] = tensor.detach()  # else its graph would keep this checkpoint alive
+        # Not the tensor itself: its graph has these hooks, so it would keep this checkpoint alive.
+        self.recomputed[number] = tensor.detach()
         if len(self.recomputed) == len(self.dropped):
             raise StopRecomputation
 
@@ -128,26 +170,28 @@ class StopRecomputation(BaseException):
 class Partitioned:
     """Each rank of a group keeps 1/N of a tensor that all have (P_a), with offload on the host (P_a+cpu)."""
 
-    def __init__(self, device, offload=False, group=None):
+    def __init__(self, device: torch.device, offload: bool = False, group: dist.ProcessGroup | None = None):
         self.device = device
-        self.shard_options = {"device": "cpu", "pin_memory": device.type == "cuda"} if offload else {}
+        self.offload = offload
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.last = None  # a weak reference to the latest checkpoint, which only its graph keeps alive
 
     def partition(self, x):
-        """Start to copy this rank's shard of a contiguous x. Returns what start_all_gather() needs."""
+        """Copy this rank's 1/N of a contiguous x. Returns what start_all_gather() needs."""
         assert x.is_contiguous(), "a checkpoint must be contiguous"
         flat = x.detach().flatten()
         if len(flat) % self.world_size:
             flat = F.pad(flat, (0, -len(flat) % self.world_size))
-        part = flat.chunk(self.world_size)[dist.get_rank(self.group)]
-        with self.side_stream():  # shard is allocated there: its memory is not reused before the copy
-            shard = torch.empty_like(part, **self.shard_options)
-            shard.copy_(part, non_blocking=True)
-        if self.stream:
-            part.record_stream(self.stream)  # its memory must not be reused before it has been copied
+        # Without this copy, the one to the host would still read x when the caller may change it in place.
+        shard = part = flat.chunk(self.world_size)[dist.get_rank(self.group)].clone()
+        if self.offload:
+            shard = torch.empty_like(part, device="cpu", pin_memory=self.stream is not None)
+            with self.side_stream():
+                shard.copy_(part, non_blocking=True)
+            if self.stream:
+                part.record_stream(self.stream)  # its memory must not be reused before it has been copied
         return shard, x.shape, x.requires_grad
 
     def start_all_gather(self, shard, shape, requires_grad):
@@ -165,31 +209,18 @@ class Partitioned:
         return torch.cuda.stream(self.stream)  # None changes nothing
 
 
+def versions_of(values):
+    """How often each tensor in these values has been changed in place."""
+    return [leaf._version for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def swap_random_states(states=()):
-    """Set the states of the random generators, the CPU's and the GPUs'. Returns those of before."""
+    """Set the states of the random generators, the CPU's and the GPUs'. Returns what they were before."""
     generators = [torch.default_generator, *torch.cuda.default_generators]
     before = [generator.get_state() for generator in generators]
     for generator, state in zip(generators, states):
         generator.set_state(state)
     return before
-
-
-class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
-
-    @torch.no_grad()
-    def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
 
 
 @torch.no_grad()
@@ -231,6 +262,24 @@ def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--policy", default="partitioned", choices=["partitioned", "offload"])
     return read_flags(arguments, own)
+
+
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
+
+    @torch.no_grad()
+    def step(self):
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
+            optimizer.step()
+            master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 # ==== toy model: the same lines in every lesson ====

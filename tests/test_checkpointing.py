@@ -63,6 +63,9 @@ def check_gradients(name):
         assert all(map(torch.equal, gradients_of(call), expected)), f"gradients differ with {way}"
         with torch.no_grad():
             assert not call(Dropping(), torch.ones(1, 1, 5, 12))["x"].requires_grad, "a graph in no_grad()"
+        with torch.inference_mode():
+            failed = error_of(partial(call, torch.add, *torch.ones(2, 4)))
+            assert failed == "nothing", f"in inference_mode() {failed}"
         function = partial(lambda x: (x.sin(), x.exp().tanh()))
         alive = weakref.ref(function)
         call(function, torch.ones(4, requires_grad=True))[0].sum().backward()
@@ -96,6 +99,40 @@ def check_misuse(name):
         y = call(lambda x, f=function, runs=runs: f(x, next(runs)), torch.randn(4, 4, requires_grad=True))
         said = error_of(y.backward)
         assert expected in said, f"{said!r}, not {expected!r}"
+
+
+@on_ranks(2)
+def check_changed(name):
+    """An argument that is changed in place after the call is refused, unless the checkpoint has a copy."""
+    for way, call in ways(load(name)).items():
+        for odd in ("first", "second", "listed"):
+            x = torch.linspace(0, 1, 6, requires_grad=True)  # no padding, which copies
+            h = x * 1
+            if odd == "first":
+                y = call(lambda h: (h * 1).tanh(), h)
+            elif odd == "second":
+                y = call(lambda x, h: x * h.tanh(), x, h)
+            else:
+                y = call(lambda x, listed: x * listed[0].tanh(), x, [h])
+            h += y
+            failed = error_of(h.sum().backward)
+            if odd == "first" and way == "partitioned":
+                right = failed == "nothing" and torch.allclose(x.grad, 2 - x.detach().tanh().square())
+                assert right, f"the copy of the first argument has changed, too: {failed}"
+            else:
+                assert "argument was changed in place" in failed, f"{way}, {odd}: {failed}"
+
+
+@on_ranks(1)
+def check_naive(name):
+    """The simplest form has plain gradients, of a block without random numbers."""
+    lesson = load(name)
+    layer, x = nn.Linear(6, 6), torch.randn(3, 6, requires_grad=True)
+    layer(x).tanh().square().sum().backward()
+    expected = [x.grad, layer.weight.grad, layer.bias.grad]
+    x.grad, layer.weight.grad, layer.bias.grad = None, None, None
+    lesson.NaiveCheckpoint.apply(x, lambda x: layer(x).tanh()).square().sum().backward()
+    assert all(map(torch.equal, [x.grad, layer.weight.grad, layer.bias.grad], expected)), "naive: differs"
 
 
 def run_of(name, flags, kernel="flash", checkpoint=None):
@@ -184,7 +221,9 @@ def check_events(name, offload=False):
 
 
 offloaded = partial(check_events, offload=True)
-test_each_promise_is_kept = holds(("checkpointing", "zero_r"), check_gradients, check_misuse)
+test_each_promise_is_kept = holds(
+    ("checkpointing", "zero_r"), check_gradients, check_misuse, check_changed, check_naive
+)
 test_policies_keep_and_recompute_what_they_say = holds("checkpointing", check_beside_torch, check_kept)
 test_checkpoints_are_elsewhere = holds("zero_r", check_events, offloaded)
 MUTANTS = [
@@ -196,11 +235,11 @@ MUTANTS = [
     ("StopRecomputation(BaseException)", "StopRecomputation(Exception)", check_misuse, "not 'nothing'"),
     ("(tensor.shape, tensor.dtype) == ", "True or ", check_misuse, "a tensor differs"),
     ("assert operator is recorded", "assert True", check_misuse, "in place of"),
-    ("._version == version", "._version", check_misuse, "changed in place"),
+    ("versions_of(kept) == versions", "versions_of(kept)", check_misuse, "changed in place"),
     ("ADInplaceOrView, False", "ADInplaceOrView, True", check_misuse, "changed in place"),
     ("    del call.outputs[call.outputs_needed :]\n", "", check_kept, "bytes from"),
     ("            raise StopRecomputation", "            pass", check_beside_torch, "FLOPs"),
-    ("tensor.detach()  #", "tensor  #", check_gradients, "outlives its graph"),
+    ("] = tensor.detach()", "] = tensor", check_gradients, "outlives its graph"),
     ("self.recomputed.pop(number)", "self.recomputed[number]", check_beside_torch, "bytes at the peak"),
     ("{aten.mm, aten.addmm", "{aten.mm, aten.bmm, aten.addmm", check_kept, "unfused"),
     ("model.blocks[:: config.every]", "model.blocks", check_kept, "every 2"),
@@ -210,9 +249,17 @@ MUTANTS = [
     ("self.gathering or self.store", "self.store", check_events, "another order"),
     ("            self.previous.prefetch()", "            pass", check_events, "another order"),
     ("store.last = weakref.ref(self)", "store.last = lambda: self", check_events, "outlives"),
-    ("torch.empty_like(part, **self.shard_options)", "part", check_events, "not 1/N"),
-    ('{"device": "cpu", ', '{"device": device, ', offloaded, "not on the host"),
+    ("[dist.get_rank(self.group)].clone()", "[dist.get_rank(self.group)]", check_events, "not 1/N"),
+    ("[dist.get_rank(self.group)].clone()", "[dist.get_rank(self.group)]", check_changed, "has changed, too"),
+    ('device="cpu", pin', "device=self.device, pin", offloaded, "not on the host"),
     ("dist.get_rank(self.group)]", "0]", check_gradients, "gradients differ"),
     (".requires_grad_(requires_grad)", ".requires_grad_()", check_gradients, "gradients differ"),
 ]  # fmt: skip
 test_a_mutant_of_zero_r_is_rejected = mutants(MUTANTS, "zero_r")
+MUTANTS = [
+    ("assert versions_of(self.args) ==", "assert True or", check_changed, ": nothing"),
+    ("in tree_leaves(values) if", "in values if", check_changed, "listed: nothing"),
+    ("if not torch.is_grad_enabled()", "if False", check_gradients, "in inference_mode() RuntimeError"),
+    ("y.backward(grad)", "y.backward(grad.sign())", check_naive, "naive: differs"),
+]  # fmt: skip
+test_a_mutant_of_both_is_rejected = mutants(MUTANTS, "checkpointing zero_r")

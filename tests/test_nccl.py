@@ -88,13 +88,13 @@ def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
     assert waits == expected or main, f"the host waits {waits}, not {expected}"
 
 
-def no_grad(lesson, config):
-    """A checkpoint's memory is free while the checkpoint is still being written."""
+def drop_and_change(lesson, config):
+    """A checkpoint is dropped, and its input changed in place, while it is on its way to the host."""
     device, _ = lesson.set_up(config)
-    x, store = torch.ones(96, device=device), lesson.Partitioned(device)
-    with torch.no_grad():
-        for _ in range(2):
-            x = lesson.checkpoint(torch.sin, x, store=store)
+    x, store = torch.ones(96, device=device), lesson.Partitioned(device, offload=True)
+    for _ in range(2):
+        y = lesson.checkpoint(torch.sin, x, store=store)
+        x += y
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -196,15 +196,13 @@ SHARED = [
 test_a_mutant_is_rejected_where_ranks_share_a_gpu = mutants(SHARED, "zero3")
 check_order = partial(together, in_order)
 check_gpu = partial(together, on_gpu)
-check_dropped = partial(together, on_gpu, rows=[(2, 1, 3, "--dtype bf16", no_grad)])
+check_offload = partial(together, on_gpu, rows=[(2, 1, 3, "--policy offload")])
+check_dropped = partial(together, on_gpu, rows=[(2, 1, 3, "--dtype bf16", drop_and_change)])
 SET_DEVICE = "    torch.cuda.set_device(device if gpus else -1)  # -1: none\n"
 HOST, WAITS_IN, NO_DEVICE = "of the host", "the host waits", "over NCCL before torch.cuda.set_device"
 USES, FREES = "uses what a collective still", "empties what a collective still uses"
 TAKES, LATE = "takes memory that another stream still uses", "uses what another stream has not finished"
 LAUNCHES = "launches a collective on what another stream has not finished"
-BESIDE = "with self.side_stream():  # shard is allocated there: its memory is not reused before the copy\n"
-EMPTY = "shard = torch.empty_like(part, **self.shard_options)\n"
-EARLY = ("zero_r", f"{BESIDE}{' ' * 12}{EMPTY}", f"{EMPTY}{' ' * 8}{BESIDE}", check_dropped, TAKES)
 FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n        self.reduce_work.wait()"
 ON_GPU = [
     ("ddp pipeline", SET_DEVICE, "", NO_DEVICE),
@@ -230,15 +228,19 @@ ON_GPU = [
     ("tensor_parallel zero_r", "        work.wait()\n", "", USES),
     ("sequence_parallel", "all_gather_work.wait()", "pass", USES),
     ("sequence_parallel", "reduce_scatter_work.wait()", "pass", USES),
-    ("zero_r", "            part.record_stream(self.stream)", "            pass", TAKES),
-    ("zero_r", "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", LATE),
-    ("zero_r", "            work = all_gather(flat", "        work = all_gather(flat", LAUNCHES),
     ("offload", "torch.cuda.current_stream().wait_stream(self.uploader.stream)", "pass", USES),
     ("offload", "self.stream.wait_stream(torch.cuda.current_stream())", "pass", LATE),
     ("offload", "start_job.result().wait()", "start_job.result()", USES),
     ("pipeline zero_bubble pipeline_v", "        work.wait()\n        return", "        return", USES),
     ("parallel_3d", "        self.work.wait()\n", "", USES),
     ("collectives", "        work.wait()\n", "        pass\n", USES),
+]
+OFFLOADED = [
+    ("part.record_stream(self.stream)", "pass", check_offload, TAKES),
+    ("part.record_stream(self.stream)", "pass", check_dropped, TAKES),
+    ("[dist.get_rank(self.group)].clone()", "[dist.get_rank(self.group)]", check_dropped, LATE),
+    ("self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", check_offload, LATE),
+    ("            work = all_gather(flat", "        work = all_gather(flat", check_offload, LAUNCHES),
 ]
 MEET, WAIT = "ranks do not meet", "ranks wait for one another"
 OTHER_GROUP = "self.groups['FB'.replace(op, '')]"
@@ -263,6 +265,7 @@ ORDER = [
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
 ]
-test_memory_of_a_dropped_checkpoint_is_free_after_its_copy = holds("zero_r", check_dropped)
-test_a_mutant_is_rejected_on_gpus = mutants([(*row[:3], check_gpu, row[3]) for row in ON_GPU] + [EARLY])
+test_a_checkpoint_may_be_dropped_and_its_input_changed = holds("zero_r", check_dropped)
+test_a_mutant_is_rejected_on_gpus = mutants([(*row[:3], check_gpu, row[3]) for row in ON_GPU])
+test_a_mutant_of_offloading_is_rejected_on_gpus = mutants(OFFLOADED, "zero_r")
 test_a_mutant_is_rejected_by_nccls_rules = mutants([(*row[:3], check_order, row[3]) for row in ORDER])

@@ -41,6 +41,9 @@ def check_layers(name):
     tokens = torch.randint(13, (2, 12))
     theirs = dict(plain, loss=lambda x: F.cross_entropy(x.transpose(1, 2), tokens, reduction="none"))
     ours = dict(model, loss=lambda x: lesson.parallel_cross_entropy(x, tokens, 13))
+    up, down = torch.randn(25, 12).double(), torch.randn(12, 25).double()
+    theirs["naive"] = lambda x: F.gelu(x @ up.T) @ down.T
+    ours["naive"] = lambda x: lesson.naive_mlp(x, own(up, 0), own(down, 1))
     loss = lesson.parallel_cross_entropy(own(torch.full((2, 12, 13), 100.0).bfloat16(), -1), tokens, 13)
     assert loss.dtype == torch.float32, "a loss of bf16 logits is not fp32"
     assert apart(loss, torch.full_like(loss, 13).log()) < 1e-4, "the loss overflows"
@@ -53,6 +56,7 @@ def check_layers(name):
         ("row", whole, features, outside),
         ("tokens", tokens, torch.clone, outside),
         ("loss", whole[..., :13] * 9, features, outside),
+        ("naive", whole[..., :12], outside, outside),
     ):
         given, own_given = (each.clone().requires_grad_(what != "tokens") for each in (x, enter(x)))
         expected = theirs[what](given)
@@ -63,9 +67,12 @@ def check_layers(name):
         assert apart(result.detach(), leave(expected.detach())) < 1e-12, f"{what}: not torch's output"
         if given.requires_grad:
             assert apart(own_given.grad, enter(given.grad)) < 1e-12, f"{what}: not torch's gradient"
-    for token in (-1, 13):
-        failed = error_of(partial(model["tokens"], torch.tensor([token])))
-        assert "index out of range" in failed, f"of token {token} of 13 is found {failed}"
+    loss_of = partial(lesson.parallel_cross_entropy, own(whole[..., :13], -1), vocab=13)
+    for token in (-100, -1, 13):
+        odd = torch.where(tokens == tokens[0, 0], token, tokens)  # in some places only
+        for call in (model["tokens"], loss_of):
+            failed = error_of(partial(call, odd))
+            assert "is not in the vocabulary" in failed, f"token {token} of 13: {failed}"
     parallel.clip_grad_norm_(torch.inf)
     for param in (*model.parameters(), *plain.parameters()):
         param.data = param.grad
@@ -126,9 +133,13 @@ def check_said(name):
     lesson = load(name)
     column = (lesson.column_parallel, 0, 1)
     of_parts, of_ties = SAID[Path(name).stem]
+    rows = (lesson.vocab_parallel, 0, 1)
     Conv1D = type("Conv1D", (nn.Linear,), {})  # as if its weight were (inputs, outputs)
     for module, plan, expected in (
-        (nn.Sequential(Conv1D(8, 8)), {"0": column}, "0 is neither Linear nor Embedding"),
+        (nn.Sequential(Conv1D(8, 8)), {"0": column}, "0 is no Linear, and no Embedding without options"),
+        (nn.Sequential(nn.Embedding(8, 8, padding_idx=3)), {"0": rows}, "no Embedding without options"),
+        (nn.Sequential(nn.Embedding(8, 8, max_norm=1)), {"0": rows}, "no Embedding without options"),
+        (nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, "nothing"),
         (lesson.Block(2, 8), {"up": column, "down": (lesson.row_parallel, 1, 1)}, of_parts),
         (Net(), plan_of(lesson, ["up", "gate"]), of_ties),
     ):
@@ -190,22 +201,27 @@ CHECKS = [partial(check, size=size) for check in (check_layers, check_net) for s
 test_each_promise_is_kept = holds(BOTH, *CHECKS, check_order, check_said)
 MUTANTS = [
     ("F.linear(x, linear.weight)", "F.linear(x, linear.weight, linear.bias)", check_layers, "row: not"),
-    ("of_target * inside", "of_target", check_layers, "the loss overflows"),
-    ("vocab // dist.get_world_size()\n    ins", "logits.shape[-1]\n    ins", check_layers, "loss overflows"),
-    ("elsewhere &= (tokens >= 0)", "elsewhere &= True", check_layers, "of token -1 of 13 is found nothing"),
-    ("& (tokens < vocab)  #", " #", check_layers, "of token 13 of 13 is found nothing"),
-    ("dist.all_reduce(shift, dist.ReduceOp.MAX)", "shift.zero_()", check_layers, "the loss overflows"),
+    ("own_logit * is_here", "own_logit", check_layers, "the loss overflows"),
+    ("(indices >= first)", "(indices > first)", check_layers, "the loss overflows"),
+    ("masked_fill(~is_here", "masked_fill(is_here", check_layers, "tokens: not torch's output"),
+    ("(indices >= 0) & (indices < vocab)", "indices < vocab", check_layers, "token -100 of 13: nothing"),
+    ("(indices >= 0) & (indices < vocab)", "indices >= 0", check_layers, "token 13 of 13: nothing"),
+    ("dist.all_reduce(largest, dist.ReduceOp.MAX)", "largest.zero_()", check_layers, "the loss overflows"),
     (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_layers, "is not fp32"),
     ("dist.broadcast(tensor, 0)", "pass", check_net, "norms differ"),
-    ("for r in (rank, rank + 1))", "for r in (0, 1))", check_net, "norms differ"),  # all ranks of one seed
+    ("rank, world_size = dist.get_rank(),", "rank, world_size = 0,", check_net, "norms differ"),
     ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),
     ("dist.all_reduce(squares)", "pass", check_net, "norms differ"),
-    ("type(layer) not in (nn.Linear, nn.Embedding)", "False", check_said, "not 0 is n"),
+    ("    if not plain:", "    if False:", check_said, "nothing, not 0 is no Linear"),
+    (' and "=" not in layer.extra_repr()', "", check_said, "nothing, not no Embedding without options"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "tensor_parallel sequence_parallel")
 MUTANTS = [
     ("tensor_parallel", "        dist.all_reduce(x)\n", "", check_layers, "the loss overflows"),
+    ("tensor_parallel", "        dist.all_reduce(grad)\n", "", check_layers, "naive: not torch's gradient"),
+    ("sequence_parallel", "return scatter_sums(grad)", "return grad.chunk(dist.get_world_size(), 1)[0]",
+     check_layers, "naive: not torch's gradient"),
     ("sequence_parallel", "dist.all_reduce(flat_grad)", "pass", check_net, "norms differ"),
     ("sequence_parallel", "param.dim() > 1 and", "False and", check_said, "nothing, not qkv"),
-]
+]  # fmt: skip
 test_a_mutant_of_one_is_rejected = mutants(MUTANTS)
