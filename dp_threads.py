@@ -103,7 +103,7 @@ class DP(nn.Module):
         devices = [None, *self.devices[1:]]
         replicas, outputs = zip(*self.parallel_apply(self._forward_on, devices, shares))
         check_tensors(*outputs)
-        # Gather: as if device 0 had computed the whole batch.
+        # Gather. The output is that of the whole batch, as if device 0 had computed all of it.
         output = torch.cat([send(output, self.devices[0]) for output in outputs])
         return RunBackwards.apply((self, replicas, outputs), output, *self.module.parameters())
 
@@ -147,7 +147,7 @@ def run_backward(output, gradient):
 
 
 def replicate(module, device):
-    """A copy of the module, whose tensors are copies on the device, or, if it is None, share their memory."""
+    """A copy of the module. Its tensors are copies on the device, or, if it is None, share memory."""
     copies = {None: None}  # a module's member may be None, such as a bias
     for tensor in (*module.parameters(), *module.buffers()):
         copies[tensor] = send(tensor, device).requires_grad_(tensor.requires_grad)
@@ -163,7 +163,7 @@ def replicate(module, device):
 
 
 def send(tensor, device):
-    """A copy on the device, with which a new graph begins. With None it shares the tensor's memory."""
+    """A copy on the device, or, if it is None, the tensor's own memory; autograd does not connect the two."""
     # On a CPU all devices are the same one. A copy is made even so, as among GPUs.
     return tensor.detach().to(device=device, copy=device is not None)
 
@@ -195,7 +195,7 @@ def clip_grad_norm_(params, max_norm):
 def check_tensors(*tensors):
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError("DP's module must take one tensor (rows, ...) and return one: wrap other modules")
+            raise TypeError("DP's module must take one tensor (rows, ...) and return one: wrap it so")
 
 
 def train(config):

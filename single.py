@@ -18,8 +18,8 @@ Timeline
 
 Memory (bytes; P parameters of w bytes each: w = 4 in fp32, 2 in bf16, 8 in fp64)
     parameters    (w+c)P       c = 4 in bf16, for the masters, else 0
-    gradients     wP+3cG/2     in bf16 MasterWeights makes temporary copies, of G gradients at a time, in bf16
-                               and fp32; G = 2^24, or a larger tensor's size
+    gradients     wP+3cG/2     in bf16 MasterWeights makes temporary copies of gradients, in bf16 and in fp32,
+                               of G = 2^24 at a time, or of a larger tensor's
     optimizer     KP           K = 8 for AdamW's two moments (16 in fp64), 0 for SGD
     What a forward keeps for its backward comes on top. It grows with the microbatch, not with the batch.
 
@@ -33,8 +33,8 @@ Run
     clipping, and the time that the step took, also as thousands of tokens in a second.
 
 Left out
-    Learning-rate schedules, dropout and evaluation; resuming, which resume.py does. Gradients may underflow
-    in fp16, which needs loss scaling; bf16 has the range of fp32.
+    Learning-rate schedules, dropout, evaluation; resuming, which resume.py does; fp16, in which small
+    gradients become zero unless the loss is scaled up (bf16 has the range of fp32).
 """
 
 import argparse
@@ -59,8 +59,8 @@ import torch.nn.functional as F
 #         optimizer.step()
 #         model.zero_grad()
 #
-# Its three problems, told above, are solved by the inner loop of train(), by clip_grad_norm_(), and by
-# MasterWeights, which wraps an optimizer and stands below parse().
+# Its three problems are those of the docstring's second paragraph. The inner loop of train() solves the
+# first, clip_grad_norm_() the second, and MasterWeights, a wrapper of the optimizer, the third.
 
 
 def clip_grad_norm_(params, max_norm):
