@@ -1,30 +1,44 @@
-"""DataParallel: one process has a replica of the model on each device and runs each in a thread.
+"""DataParallel: one process trains on several devices, with a replica of the model and a thread for each.
 
 Idea
-    Device 0 sends its weights and a share of the batch to each other device. All compute at once; device 0
-    gathers the outputs and has the loss of the whole batch. In backward it sums the replicas' gradients. So
-    the script stays that of one device (torch.nn.DataParallel; arXiv 2006.15704, section 2.2).
+    Device 0 has the model. In each forward it sends every other device a share of the batch and a copy of the
+    weights. All devices compute their shares at the same time, and device 0 gathers the outputs and computes
+    the loss of the batch. In backward each device computes the gradients of its replica, and device 0 adds
+    them up. A script for one device needs one more line, which wraps its model (torch.nn.DataParallel;
+    PyTorch Distributed, arXiv 2006.15704, section 2.2).
 
-Timeline (1, 2 and 4 from device 0 to the others; 3 and 5 back)
-    device 0 | 1 weights, | forward | 3 outputs | loss | 4 gradients | backward | 5 gradients  | clip, step
-    device i |   2 inputs | forward |           |      |  of outputs | backward |  of replicas |
+    Device 0 is the bottleneck. Everything passes through it, in each microbatch anew, and it alone computes
+    the loss and updates the weights while the others wait. ddp.py, with a process for each device, has
+    neither problem.
 
-Memory (bytes; N replicas, of k microbatches each; the other letters: docs/formulas.md)
+Timeline (1 and 3 go from device 0 to the others, 2 and 4 come back)
+    device 0 | 1 inputs, | forward | 2 outputs | loss | 3 gradients | backward | 4 gradients | clip, update
+    device i |   weights | forward |           |      |  of outputs | backward |  of weights |
+
+Memory (bytes; N devices; P parameters of w bytes each: w = 4 in fp32, 2 in bf16, 8 in fp64)
                   device 0                      others    ranks of ddp.py
-    parameters    (w+c)P                        wP        (w+c)P       w a weight, c its fp32 master in bf16
-    gradients     wP+max(min(1,k-1)wP,3cG/2)    wP        wP+3cG/2     sum; and a microbatch's (k > 1) or G's
-    optimizer     KP                            0         KP           K the moments
+    parameters    (w+c)P                        wP        (w+c)P      c = 4 in bf16, for fp32 masters, else 0
+    gradients     wP+max(min(1,k-1)wP,3cG/2)    wP        wP+3cG/2
+    optimizer     KP                            0         KP          K = 8 for Adam (fp64: 16), 0 for SGD
+    With k > 1 microbatches, device 0 has the gradients of one beside the sum over those before. In bf16
+    MasterWeights makes temporary copies of gradients, of G = 2^24 (or a larger tensor's) at a time.
 
-Sent (bytes through device 0 in a step, where each rank of ddp.py sends 2wP(N-1)/N)
-    send    k(N-1)(2wP+2wbsv+8bs)    weights, gradients; outputs (v the vocabulary), their gradients; inputs
-    This grows with N and k, ddp.py's with neither. Device 0 also holds all outputs, Nwbsv, and their loss.
+Sent (bytes through device 0 in a step)
+    send    k(N-1)(2wP+2wbsv+8bs)    with each of the N-1 others, in each microbatch
+    2wP is for weights and their gradients. A microbatch has b sequences of s tokens for each device: 8bs is
+    for them, 2wbsv for their outputs (v for each token) and the outputs' gradients. Device 0 must hold all
+    outputs, Nwbsv. A rank of ddp.py sends 2wP(N-1)/N in a step: less than 2wP, however large N and k are.
 
 Run
     python dp_threads.py --replicas 4
     python dp_threads.py --replicas 8 --size gpt2 --dtype bf16 --batch 64
 
 Left out
-    Nests of inputs and outputs, gradients of inputs, uneven outputs, autocast, saved-tensor hooks, nn.LSTM.
+    Errors here: inputs or outputs other than one tensor, an input that requires a gradient, a second backward
+    through the same output, create_graph=True.
+    Not handled: autocast and saved-tensor hooks around DP do not reach the threads (enter them in the
+    module's forward). What a forward changes in a replica is lost, except buffers that the first replica
+    changes in place. Tensors that are neither parameters nor buffers stay where they are.
 """
 
 import argparse
@@ -44,89 +58,74 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-class DP(nn.Module):
-    """Runs a replica of the module on each device: a tensor (b, ...), or a tuple -> output on devices[0]."""
+def forward_in_turn(module, devices, inputs):
+    """All that is needed if time does not matter (--no-threads). Returns the batch's output on devices[0]."""
+    outputs = []
+    for device, share in zip(devices, inputs.chunk(len(devices))):
+        weights = {name: param.to(device) for name, param in module.named_parameters()}
+        output = torch.func.functional_call(module, weights, share.to(device))
+        outputs.append(output.to(devices[0]))
+    return torch.cat(outputs)
 
-    def __init__(self, module, devices, threads=True):
+
+# Backward needs no code: autograd copies the gradient of each copy of a weight back, and adds them up.
+#
+# The problem is that devices take turns: each waits until Python has gone through the forward of the one
+# before, and on CPUs autograd runs the backwards one after another, too. So the class below has a thread for
+# each device. Threads cannot put different weights into one module at the same time, so each has a module of
+# its own, the replica. For a thread to run its backward, each replica must also have an autograd graph of its
+# own, which ends at its copies of the weights. So their gradients no longer reach the module by themselves:
+# RunBackwards brings them back and adds them up.
+#
+# One problem stays: device 0 has most of the work, as Memory and Sent show. ddp.py solves it.
+
+
+class DP(nn.Module):
+    """Wraps a module on devices[0]. Its forward, and the backward from its output, use all devices.
+
+    The module takes one tensor (rows, ...) and returns one. Each device gets a share of the rows."""
+
+    def __init__(self, module: nn.Module, devices: list[torch.device]):
         super().__init__()
         self.module = module
         self.devices = devices
-        begin = torch.autograd.set_multithreading_enabled, [False]  # a backward stays in its caller's thread
+        # On GPUs autograd has a thread for each device. That of device 0 will wait in RunBackwards, so the
+        # replicas' backwards must not need it: with this they stay in the threads that call them.
+        begin = torch.autograd.set_multithreading_enabled, [False]
         self.threads = [ThreadPoolExecutor(1, f"device {i}", *begin) for i in range(len(devices))]
-        if not threads:  # one replica after the other
-            self.threads = self.threads[:1] * len(devices)
 
     def forward(self, inputs):
-        replicas = replicate(self.module, self.devices, self.threads)
-        shares = scatter(inputs, self.devices, self.threads)
-        outputs = parallel_apply(replicas, shares, self.threads)
-        output = gather(outputs, self.devices[0])
+        check_tensors(inputs)
+        assert not inputs.requires_grad, "DP gives its input no gradient: detach() it, or wrap its layers"
+        # Few rows make fewer shares than there are devices. Then the last devices have nothing to do.
+        shares = inputs.chunk(len(self.devices))
+        # None: on device 0 the replica uses the module's own tensors.
+        devices = [None, *self.devices[1:]]
+        replicas, outputs = zip(*self.parallel_apply(self._forward_on, devices, shares))
+        check_tensors(*outputs)
+        # Gather. The output is that of the whole batch, as if device 0 had computed all of it.
+        output = torch.cat([send(output, self.devices[0]) for output in outputs])
         return RunBackwards.apply((self, replicas, outputs), output, *self.module.parameters())
 
+    def parallel_apply(self, function, *arguments):
+        """[function(*its arguments) for each device], all at the same time, each in the device's thread."""
+        futures = []
+        for thread, *given in zip(self.threads, *arguments):
+            # A thread does not know whether its caller is in no_grad(), so it is told.
+            thread.submit(torch.set_grad_enabled, torch.is_grad_enabled())
+            futures.append(thread.submit(function, *given))
+        # If one fails, the others must end before the caller gets the error: it may try again.
+        wait(futures)
+        return [future.result() for future in futures]
 
-def replicate(module, devices, threads):
-    """A replica of the module on each device. The first shares the module's tensors."""
-    arguments = [(module, device) for device in [None, *devices[1:]]]
-    return parallel_apply([replica_on] * len(devices), arguments, threads)
-
-
-def replica_on(module, device):
-    """A copy of the tree of modules, with parameters and buffers copied to the device (None: shared)."""
-    new = {None: None}  # a member may be None, such as a bias
-    for tensor in (*module.parameters(), *module.buffers()):
-        leaf = tensor.detach()
-        if device is not None:
-            leaf = leaf.to(device, copy=True)
-        new[tensor] = leaf.requires_grad_(tensor.requires_grad)
-    for submodule in module.modules():
-        new[submodule] = copy.copy(submodule)
-    for submodule in module.modules():
-        for register in ("_parameters", "_buffers", "_modules"):
-            members = vars(submodule)[register].items()
-            vars(new[submodule])[register] = {name: new[member] for name, member in members}
-    return new[module]
-
-
-def scatter(inputs, devices, threads):
-    """On each device its share of a tensor, or of each tensor in a tuple: [(share, ...), ...]."""
-    if not isinstance(inputs, tuple):
-        inputs = (inputs,)
-    pieces = [tensor.chunk(len(devices)) for tensor in inputs]
-    arguments = zip(devices, *pieces)
-    return parallel_apply([copies_on] * len(devices), arguments, threads)
-
-
-def copies_on(device, *tensors):
-    return [tensor.detach().to(device, copy=True) for tensor in tensors]
-
-
-def parallel_apply(functions, arguments, threads):
-    """[function(*its arguments) for each device], all at once, each in the thread of its device."""
-    futures = []
-    for thread, function, given in zip(threads, functions, arguments):
-        futures.append(thread.submit(function, *given))
-    wait(futures)  # no replica may still run when the caller hears of an error
-    return [future.result() for future in futures]
-
-
-def gather(outputs, device):
-    """The replicas' outputs (b/N, ...) as one tensor (b, ...) on the device."""
-    return torch.cat(copies_on(device, *outputs))
-
-
-def sum_gradients(replicas):
-    """The sums of the replicas' gradients. They are not divided: the loss is one mean over the batch."""
-    totals = [param.grad for param in replicas[0].parameters()]
-    for replica in replicas[1:]:
-        for total, param in zip(totals, replica.parameters()):
-            if param.grad is not None:
-                gradient = param.grad.to(total.device, copy=True)
-                total.add_(gradient)
-    return totals
+    def _forward_on(self, device, share):
+        """A turn of the loop above: replicate, scatter, apply."""
+        replica = replicate(self.module, device)
+        return replica, replica(send(share, device))
 
 
 class RunBackwards(torch.autograd.Function):
-    """Returns output; backward runs the replicas' backwards, and gives the module's parameters their sums."""
+    """Connects the gathered output to the module's parameters: its backward is that of all replicas."""
 
     @staticmethod
     def forward(ctx, call, output, *params):
@@ -135,12 +134,105 @@ class RunBackwards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        assert ctx.call and not torch.is_grad_enabled(), "DP: one backward for a forward, no create_graph"
         dp, replicas, outputs = ctx.call
-        ctx.call = None  # else the replicas would live as long as the loss
-        backwards = [output.backward for output in outputs]
-        gradients = scatter(gradient, dp.devices, dp.threads)
-        parallel_apply(backwards, gradients, dp.threads)
+        ctx.call = None  # otherwise the replicas would live as long as the loss
+        gradients = gradient.split(list(map(len, outputs)))
+        dp.parallel_apply(run_backward, outputs, gradients)
         return None, None, *sum_gradients(replicas)
+
+
+def run_backward(output, gradient):
+    output.backward(send(gradient, output.device))
+
+
+def replicate(module, device):
+    """A copy of the module. Its tensors are copies on the device, or, if it is None, share memory."""
+    copies = {None: None}  # a module's member may be None, such as a bias
+    for tensor in (*module.parameters(), *module.buffers()):
+        copies[tensor] = send(tensor, device).requires_grad_(tensor.requires_grad)
+    for submodule in module.modules():
+        copies[submodule] = copy.copy(submodule)
+    # So far a copy has the members of its original. Now it gets their copies; a member that belongs to
+    # several modules, such as a tied weight, has one copy for all of them.
+    for submodule in module.modules():
+        state = vars(copies[submodule])
+        for register in ("_parameters", "_buffers", "_modules"):
+            state[register] = {name: copies[member] for name, member in state[register].items()}
+    return copies[module]
+
+
+def send(tensor, device):
+    """A copy on the device, or, if it is None, the tensor's own memory; autograd does not connect the two."""
+    # On a CPU all devices are the same one. A copy is made even so, as among GPUs.
+    return tensor.detach().to(device=device, copy=device is not None)
+
+
+def sum_gradients(replicas):
+    """The sums of the replicas' gradients. They are not divided: the loss is one mean over the batch."""
+    params, *others = [list(replica.parameters()) for replica in replicas]
+    for other in others:
+        for param, copied in zip(params, other):
+            if copied.grad is not None:  # it is None if this replica's share did not use the parameter
+                gradient = send(copied.grad, param.device)
+                param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+    return [param.grad for param in params]
+
+
+def clip_grad_norm_(params, max_norm):
+    """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
+    grads = [param.grad for param in params if param.grad is not None]
+    norms = torch._foreach_norm(grads, dtype=torch.float64)
+    norm = torch.stack(norms).norm()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    torch._foreach_mul_(grads, factor.to(grads[0]))
+    return norm
+
+
+# A reader may stop here: this and the two assertions above refuse what DP would compute wrongly.
+
+
+def check_tensors(*tensors):
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError("DP's module must take one tensor (rows, ...) and return one: wrap it so")
+
+
+def train(config):
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        refuse("runs in one process: start it without torchrun, with --replicas")
+    device, text = set_up(config, f" | no-threads {config.no_threads}", config.replicas)
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    devices = [torch.device(device.type, i % gpus) for i in range(config.replicas)]
+    # Without GPUs, each device is a part of the cores.
+    torch.set_num_threads(torch.get_num_threads() // config.replicas or 1)
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    dp = partial(forward_in_turn, model, devices) if config.no_threads else DP(model, devices)
+    optimizer_class = OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        loss = 0
+        for inputs, targets in microbatches(config, text, step, device):
+            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            microloss = mean_loss(dp(inputs), targets) / config.accum
+            microloss.backward()
+            loss += microloss.detach()
+        grad_norm = clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        model.zero_grad()
+        print_step(config, step, loss, grad_norm, started)
+    if config.save:
+        save_weights(model.state_dict(), config.save)
+
+
+def parse(arguments=None):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--replicas", type=int, default=2, help="one for each device")
+    own.add_argument("--no-threads", action="store_true", help="run one replica after the other")
+    return read_flags(arguments, own, replicas=(1, 16))
 
 
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
@@ -159,56 +251,6 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
             master.grad = None
             parts = torch._utils._unflatten_dense_tensors(master, params)
             torch._foreach_copy_(params, parts)
-
-
-@torch.no_grad()
-def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_ with sums in fp64: torch rounds its own to the gradients' dtype."""
-    params = list(params)
-    squares = 0
-    for param in params:
-        squares += param.grad.square().sum(dtype=torch.float64)
-    norm = squares.sqrt()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-    return norm
-
-
-def train(config):
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
-        refuse("runs in one process: start it without torchrun, with --replicas")
-    device, text = set_up(config, f" | no-threads {config.no_threads}", config.replicas)
-    torch.set_num_threads(torch.get_num_threads() // config.replicas or 1)  # they share the cores
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
-    devices = [torch.device(device.type, i % gpus) for i in range(config.replicas)]
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    dp = DP(model, devices, not config.no_threads)
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
-    for step in range(1, config.steps + 1):
-        started = time.perf_counter()
-        loss = 0
-        for inputs, targets in microbatches(config, text, step, device):
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(dp(inputs), targets) / config.accum
-            microloss.backward()
-            loss += microloss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        model.zero_grad()
-        print_step(config, step, loss, grad_norm, started)
-    if config.save:
-        state_dict = model.state_dict()
-        save_weights(state_dict, config.save)
-
-
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--replicas", type=int, default=2, help="one for each device")
-    own.add_argument("--no-threads", action="store_true", help="run one replica after the other")
-    return read_flags(arguments, own, replicas=(1, 16))
 
 
 # ==== toy model: the same lines in every lesson ====

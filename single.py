@@ -1,25 +1,27 @@
-"""The plain training loop on one device, which every other lesson distributes.
+"""The plain training loop, on one device. Every other lesson divides its work among ranks.
 
 Idea
-    Draw a batch, add up the gradients of its microbatches, clip them, let the optimizer step. The other
-    lessons draw the same batches and print the same losses; they only divide the work. In bf16 the optimizer
-    steps fp32 copies of the weights, the masters, and rounds them: a bf16 number has 8 significant bits, so
-    most updates of a bf16 weight would round to nothing (ZeRO, arXiv 1910.02054, section 3.1).
+    A step draws a batch, computes the gradient of its loss, and lets an optimizer update the weights. The
+    other lessons draw the same batches and print the same losses; they differ in who does which part.
+
+    Three things make this loop longer than a textbook's. A batch may be too large for the device, so --accum
+    microbatches are computed one after another, and their gradients add up. Now and then a batch has a huge
+    gradient, so a gradient whose norm is above --clip is scaled down to it. And bf16 halves the memory of
+    weights and gradients, but has only 8 significant bits: 1 + 0.001 rounds to 1, so a weight of 1 would not
+    move under updates of 0.001, however many there are. So the optimizer updates fp32 copies of the weights,
+    the masters, in which small updates add up. The bf16 weights that forward and backward use are the
+    masters, rounded (mixed precision: arXiv 1710.03740, section 3.1).
 
 Timeline
-    None: | forward | backward | forward | backward | ... | clip | step |
+    |    microbatch 1    |    microbatch 2    | ... |      |        |
+    | forward | backward | forward | backward | ... | clip | update |
 
-Memory (bytes; the letters mean the same in all lessons, in formulas and in shapes)
-    parameters    (w+c)P      weights, and in bf16 their masters
-    gradients     wP+3cG/2    in bf16 also copies of G at a time, in bf16 and fp32
-    optimizer     KP          moments
-    N ranks, i one of them; k microbatches of a rank in a step; b sequences in one; s tokens in a sequence;
-    L blocks; a heads; h width; v vocabulary; P parameters; U those of a block or unit; E those in none;
-    w bytes of a weight: fp32 4, bf16 2, fp64 8; m bytes of a number that the optimizer sees: max(w, 4);
-    c bytes of the fp32 master of a bf16 weight: 4, else 0; K bytes of a weight's moments: AdamW 2m, SGD 0;
-    G numbers stepped at a time: 2^24, or a larger tensor; g 1 over gloo, for its receive buffer, else 0;
-    Q FLOPs of a token, 6P+12Lhs, a third of them in forward (PaLM, arXiv 2204.02311, appendix B); n (N-1)/N;
-    A bytes that travel in a message's latency, Y in the whole model's forward of a microbatch.
+Memory (bytes; P parameters of w bytes each: w = 4 in fp32, 2 in bf16, 8 in fp64)
+    parameters    (w+c)P       c = 4 in bf16, for the masters, else 0
+    gradients     wP+3cG/2     in bf16 MasterWeights makes temporary copies of gradients, in bf16 and in fp32,
+                               of G = 2^24 at a time, or of a larger tensor's
+    optimizer     KP           K = 8 for AdamW's two moments (16 in fp64), 0 for SGD
+    What a forward keeps for its backward comes on top. It grows with the microbatch, not with the batch.
 
 Sent
     Nothing: there is one rank.
@@ -27,9 +29,12 @@ Sent
 Run
     python single.py
     python single.py --size gpt2 --dtype bf16 --batch 64 --accum 8 --data my_text/
+    Each step prints a line: the mean loss of its batch before the update, the norm of the gradient before
+    clipping, and the time that the step took, also as thousands of tokens in a second.
 
 Left out
-    Learning-rate schedules, dropout, evaluation, resuming.
+    Learning-rate schedules, dropout, evaluation; resuming, which resume.py does; fp16, in which small
+    gradients become zero unless the loss is scaled up (bf16 has the range of fp32).
 """
 
 import argparse
@@ -45,6 +50,63 @@ import torch.distributed as dist
 import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
 import torch.nn as nn
 import torch.nn.functional as F
+
+# This is the textbook's loop. With --accum 1, --clip inf and --dtype fp32, train() does the same:
+#
+#     for inputs, targets in batches:
+#         loss = mean_loss(model(inputs), targets)
+#         loss.backward()
+#         optimizer.step()
+#         model.zero_grad()
+#
+# Its three problems are those of the docstring's second paragraph. The inner loop of train() solves the
+# first, clip_grad_norm_() the second, and MasterWeights, a wrapper of the optimizer, the third.
+
+
+def clip_grad_norm_(params, max_norm):
+    """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
+    grads = [param.grad for param in params if param.grad is not None]
+    # The norm is that of all gradients as one long vector. Of bf16 gradients it would be rounded to 8 bits,
+    # so it is computed in fp64.
+    norms = torch._foreach_norm(grads, dtype=torch.float64)
+    norm = torch.stack(norms).norm()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    torch._foreach_mul_(grads, factor.to(grads[0]))
+    return norm
+
+
+def train(config):
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        refuse("runs in one process: start it without torchrun, or start ddp.py")
+    device, text = set_up(config)
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    optimizer_class = OPTIMIZERS[config.optim]
+    if config.dtype == "bf16":
+        optimizer_class = partial(MasterWeights, optimizer_class)
+    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        loss = 0
+        # A backward adds its gradients to those that earlier microbatches have left in .grad. The loss of a
+        # microbatch is the mean over its own tokens, and the loss of the batch is the mean of these losses.
+        # So each loss is divided by their number: the gradients then add up to that of the batch's loss.
+        for inputs, targets in microbatches(config, text, step, device):
+            microloss = mean_loss(model(inputs), targets) / config.accum
+            microloss.backward()
+            loss += microloss.detach()
+        # Clip once all microbatches are in: the norm is that of the batch's gradient.
+        grad_norm = clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        # Otherwise the next step's gradients would be added to these.
+        model.zero_grad()
+        print_step(config, step, loss, grad_norm, started)
+    if config.save:
+        save_weights(model.state_dict(), config.save)
+
+
+def parse(arguments=None):
+    return read_flags(arguments)
 
 
 class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
@@ -63,55 +125,6 @@ class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at 
             master.grad = None
             parts = torch._utils._unflatten_dense_tensors(master, params)
             torch._foreach_copy_(params, parts)
-
-
-@torch.no_grad()
-def clip_grad_norm_(params, max_norm):
-    """Scale the gradients to a global norm of at most max_norm. Returns the norm before, an fp64 scalar.
-
-    torch.nn.utils.clip_grad_norm_, but with sums in fp64: that rounds to the gradients' dtype.
-    """
-    params = list(params)
-    grads = [param.grad for param in params]
-    norms = torch._foreach_norm(grads, dtype=torch.float64)
-    norm = torch.stack(norms).norm()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(grads[0]))
-    return norm
-
-
-def train(config):
-    """Train with these flags."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
-        refuse("runs in one process: start it without torchrun, or start ddp.py")
-    device, text = set_up(config)
-    model = GPT(config)
-    model.to(device, DTYPES[config.dtype])
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
-    for step in range(1, config.steps + 1):
-        started = time.perf_counter()
-        loss = 0
-        batches = microbatches(config, text, step, device)
-        for inputs, targets in batches:
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(model(inputs), targets) / config.accum
-            microloss.backward()
-            loss += microloss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        model.zero_grad()
-        print_step(config, step, loss, grad_norm, started)
-    if config.save:
-        state_dict = model.state_dict()
-        save_weights(state_dict, config.save)
-
-
-def parse(arguments=None):
-    """The flags, from the command line if no arguments are given."""
-    return read_flags(arguments)
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -89,7 +89,7 @@ MUTANTS = [
     ("single", "config.accum, -1)[rank]", "config.accum, -1)[0]", check_batches, "another global batch"),
     ("single", "tokens[..., 1:]", "tokens[..., :-1]", check_batches, "targets are not"),
     ("single", "grads, dtype=torch.float64", "grads", check_norm, "the norm is"),
-    ("single", "params, max_norm, norm.to(", "params, 2 * max_norm, norm.to(", check_norm, "what is clipped"),
+    ("single", "(max_norm / ", "(2 * max_norm / ", check_norm, "what is clipped"),
     ("single", "torch._foreach_copy_(", "zip(", check_master_steps, "not the fp32 steps"),
     ("single", "params, 2**25", "params, 1", check_master_steps, "other groups"),
     ("ddp", "microloss.detach()", "microloss.detach() / 2", check_parity, "losses differ"),

@@ -17,20 +17,25 @@ from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks,
 
 
 class Odd(nn.Module):
-    """Two inputs, a tied, a frozen and an unused weight, a buffer that forward changes."""
+    """Tied, frozen, unused and rarely used weights, a buffer that forward changes, a recurrent layer."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 3)
         self.last = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
         self.last[0].weight = self.first.weight
+        self.recurrent = nn.LSTM(3, 3, batch_first=True)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(3))
+        self.rare = nn.Parameter(torch.ones(3))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x, y):
+    def forward(self, x):
         self.calls += 1
-        return self.last(self.first(x) * self.frozen + y)
+        y = self.first(x[:, 0]) * self.frozen + self.recurrent(x)[0][:, -1]
+        if (x > 9).any():
+            y = y + self.rare * (x[:, 0] > 9)
+        return self.last(y)
 
 
 @on_ranks(1)
@@ -38,14 +43,16 @@ def check_odd(name, replicas=4, rows=5):
     """Outputs and gradients are those without replicas."""
     torch.manual_seed(0)
     module = Odd().double()
-    x, y = torch.randn(2, rows, 3).double()
+    x = torch.randn(rows, 2, 3).double()
+    x[-1] = 10  # in the last replica's share
     dp = load(name).DP(module, ["cpu"] * replicas)
-    learned = [*module.first.parameters(), module.last[0].bias]
-    expected = [module(x, y).detach(), *torch.autograd.grad(module(x, y).square().mean(), learned)]
-    output = dp((x, y))
+    learned = [*module.first.parameters(), module.last[0].bias, *module.recurrent.parameters(), module.rare]
+    expected = [module(x).detach(), *torch.autograd.grad(module(x).square().mean(), learned)]
+    output = dp(x)
     output.square().mean().backward()
-    found = [output.detach(), *(param.grad for param in learned)]
     assert module.unused.grad is None and module.frozen.grad is None, "a gradient out of nothing"
+    assert module.rare.grad is not None, "a gradient is lost"
+    found = [output.detach(), *(param.grad for param in learned)]
     worst = max(apart(one, other) for one, other in zip(found, expected))
     assert worst < 1e-12, "outputs or gradients differ"
     assert module.calls == 3, "the module's buffer is not the first replica's"
@@ -59,14 +66,78 @@ def meet(barrier, met, *_):
 @on_ranks(1)
 def check_meeting(name, patience=60):
     """A forward or backward begins when those of all replicas, each in its thread, are about to."""
-    for threads, number, wrong in (True, 3, "not at work at once"), (False, 1, "at work at once"):
+    lesson = load(name)
+    in_turn = partial(partial, lesson.forward_in_turn)
+    for wrap, number, wrong in (lesson.DP, 3, "not at work at once"), (in_turn, 1, "at work at once"):
         module, met = nn.Linear(3, 1), set()
         wait = partial(meet, threading.Barrier(number, timeout=patience), met)
         module.register_forward_pre_hook(wait)
         module.register_full_backward_pre_hook(wait)
-        dp = load(name).DP(module, ["cpu"] * 3, threads)
+        dp = wrap(module, ["cpu"] * 3)
         error = error_of(lambda dp=dp: dp(torch.ones(6, 3)).sum().backward())
         assert (error, len(met)) == ("nothing", number), f"replicas are {wrong}"
+
+
+@on_ranks(1)
+def check_flag(name):
+    """With --no-threads there are none."""
+    lesson = load(name)
+    lesson.DP = None
+    error = error_of(lambda: lesson.train(lesson.parse(f"{TINY} --no-threads".split())))
+    assert error == "nothing", f"there are threads: {error}"
+
+
+class Rows(nn.Linear):
+    """Its output has more rows than its input, by a factor that depends on the share."""
+
+    def forward(self, x):
+        return super().forward(x).repeat(len(x), 1)
+
+
+@on_ranks(1)
+def check_rows(name):
+    """Each replica's output gets its own gradient, however many rows it has."""
+    module, x = Rows(1, 1, bias=False), torch.tensor([[1.0], [2.0], [3.0]])
+    output = load(name).DP(module, ["cpu"] * 2)(x)
+    assert output.shape == (5, 1)
+    error = error_of(lambda: (output[:, 0] * torch.tensor([1.0, 10, 100, 1000, 10000])).sum().backward())
+    assert (error, module.weight.grad) == ("nothing", 32121), (
+        "a replica gets the gradient of another's output"
+    )
+
+
+@on_ranks(1)
+def check_evaluation(name):
+    """In no_grad() replicas keep nothing for a backward, and afterwards they do."""
+    module, learns = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda _, inputs, output: learns.append(output.requires_grad))
+    dp = load(name).DP(module, ["cpu"] * 2)
+    for switch in torch.no_grad, torch.inference_mode:
+        with switch():
+            error = error_of(lambda: dp(torch.ones(4, 2)))
+        assert error == "nothing", f"replicas build graphs where the caller does not: {error}"
+    dp(torch.ones(4, 2)).sum().backward()
+    assert learns == [False] * 4 + [True] * 2, "replicas build graphs where the caller does not"
+
+
+@on_ranks(1)
+def check_guards(name):
+    """What would be computed wrongly is an error that says what to do."""
+    lesson, x, both = load(name), torch.ones(4, 2), nn.Linear(2, 2)
+    both.forward = lambda x: (x, x)
+    dp = lesson.DP(nn.Linear(2, 2), ["cpu"] * 2)
+    twice = dp(x).sum()
+    twice.backward(retain_graph=True)
+    cases = {
+        "must take one tensor": lambda: dp((x, x)),
+        "and return one": lambda: lesson.DP(both, ["cpu"] * 2)(x),
+        "gives its input no gradient": lambda: dp(x.clone().requires_grad_()),
+        "one backward": twice.backward,
+        "no create_graph": lambda: dp(x).sum().backward(create_graph=True),
+    }
+    for words, call in cases.items():
+        error = error_of(call)
+        assert words in error, f"should say {words!r}: {error}"
 
 
 class Failing(nn.Linear):
@@ -221,20 +292,40 @@ def check_slow(name):
     assert " | bsp 2 | slow 1=3\n" in out and out.endswith("pushes: {0: 6}\n"), f"says something else: {out}"
 
 
-odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5))]
-test_dp_threads_keeps_its_promises = holds("dp_threads", *odd, check_meeting, check_failing, check_lifetimes)
+odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5), (4, 2))]
+check_in_turn = partial(check_parity, own_flags="--no-threads")
+checks = (
+    check_meeting,
+    check_failing,
+    check_lifetimes,
+    check_rows,
+    check_evaluation,
+    check_guards,
+    check_in_turn,
+)
+test_dp_threads_keeps_its_promises = holds("dp_threads", *odd, *checks, check_flag)
 test_dp_async_keeps_its_promises = holds("dp_async", check_straggler, check_losing, check_broken, check_slow)
 check_threads = partial(check_meeting, patience=0.1)
 THREADS_MUTANTS = [
-    ("leaf = leaf.to(device, copy=True)", "pass", check_ledger, "another thread is read"),
-    ("[None, *devices[1:]]", "devices", check_ledger, "parameters: +"),
-    ("{name: new[member] for name, member in members}", "dict(members)", check_odd, "gradients differ"),
+    ("inputs.chunk(len(devices))", "inputs.flip(0).chunk(len(devices))", check_in_turn, "losses differ"),
+    ("if config.no_threads", "if False", check_flag, "there are threads"),
+    ("copy=device is not None", "copy=False", check_ledger, "another thread is read"),
+    ("[None, *self.devices[1:]]", "self.devices", check_ledger, "parameters: +"),
+    ("{name: copies[member] for name, member in state[register].items()}", "dict(state[register])",
+     check_odd, "gradients differ"),
     ('("_parameters", "_buffers", "_modules")', '("_parameters", "_modules")', check_odd, "buffer"),
-    ("total.add_(gradient)", "pass", check_parity, "losses differ"),
+    ("param.grad.add_(gradient)", "param.grad", check_parity, "losses differ"),
+    ("gradient if param.grad is None", "None if param.grad is None", check_odd, "a gradient is lost"),
     ("wait(futures)", "pass", check_failing, "while replicas run"),
-    ("        if not threads:  #", "        if False:  #", check_meeting, "are at work at once"),
-    ("        if not threads:  #", "        if True:  #", check_threads, "not at work at once"),
+    ("zip(self.threads, *arguments)", "zip(self.threads[:1] * 9, *arguments)", check_threads, "not at work"),
     ("ctx.call = None", "pass", check_lifetimes, "outlive"),
+    ("gradient.split(list(map(len, outputs)))", "gradient.chunk(len(outputs))", check_rows, "another's"),
+    ("thread.submit(torch.set_grad_enabled, torch.is_grad_enabled())", "pass", check_evaluation, "graphs"),
+    ("check_tensors(inputs)", "pass", check_guards, "must take one tensor"),
+    ("check_tensors(*outputs)", "pass", check_guards, "and return one"),
+    ("assert not inputs.requires_grad", "assert True", check_guards, "its input no gradient"),
+    ("assert ctx.call and", "assert", check_guards, "one backward"),
+    ("and not torch.is_grad_enabled()", "and True", check_guards, "no create_graph"),
     ("torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
 ]  # fmt: skip
 check_lost = partial(check_losing, timeout=3)
