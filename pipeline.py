@@ -42,7 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later (torch.optim does), its defaults would keep the group to the end
+import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
