@@ -1,12 +1,12 @@
 """DDP: each rank trains a copy of the model on its part of the batch; the ranks average their gradients.
 
 Idea
-    Each of N ranks computes the gradients of its 1/N of the batch. Their average over all ranks is the
-    gradient of the whole batch. So if all ranks start from the same weights and make the same updates, their
-    copies stay equal, and they train as one process would with the whole batch.
+    Each of N ranks computes the gradients of its 1/N of the batch. If each loss is a mean over as many
+    tokens, the average of these gradients over all ranks is that of the whole batch. So if all ranks start
+    from the same weights and make the same updates, they train as one process would with the whole batch.
 
     Averaging need not wait for the end of backward. Backward computes the gradients of the last layers first,
-    and these can travel while it is busy with earlier layers (PyTorch Distributed, arXiv 2006.15704, 3.2).
+    and these can travel, in buckets, while it is busy with earlier layers (arXiv 2006.15704, section 3.2).
 
 Timeline
     compute | forward | backward: layer 4 | layer 3  | layer 2  | layer 1  |          | clip, step
@@ -14,11 +14,11 @@ Timeline
 
 Memory (bytes on each rank; P parameters)
     parameters    (w+c)P        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
-    gradients     wP+3cG/2      in bf16 MasterWeights copies G gradients at a time, 2^24 or one tensor's
+    gradients     wP+3cG/2      in bf16 MasterWeights copies G = 2^24 gradients at a time, or one tensor's
     optimizer     KP            K = 8 for AdamW's two moments, 0 for SGD
 
 Sent (bytes, by each of N ranks in each step)
-    all-reduce    2wP(N-1)/N    in a ring; in the last microbatch only
+    all-reduce    2wP(N-1)/N    in a ring (see collectives.py); in the last microbatch only
 
 Run
     torchrun --nproc_per_node=2 ddp.py
@@ -26,8 +26,9 @@ Run
 
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged: each rank has those of its own batches.
-    A parameter that a step does not use is an error. If no backward of a step is its last one, the gradients
-    are not averaged. The module must not be cast or moved to another device once it is wrapped.
+    A parameter without a gradient in a step's last backward is an error.
+    Not noticed: ranks that load other weights, draw the same dropout masks, or have other numbers of batches
+    (then they wait for each other); a module that is cast or moved once it is wrapped.
 """
 
 import argparse
@@ -42,10 +43,10 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
+import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 
 
 def average_gradients(model):
@@ -61,10 +62,10 @@ def average_gradients(model):
 
 
 class DDP(nn.Module):
-    """Wraps a module. After a backward every .grad is the average over all ranks.
+    """Wraps a module, to which each rank gives its part of the batch. Backward averages .grad over all ranks.
 
-    To accumulate gradients over several backwards, set is_last_backward to False for all but the last one.
-    bucket_cap_mb: MiB of gradients in a bucket (None: a fifth of all gradients, but at most 25)."""
+    To accumulate gradients over the backwards of a step, set is_last_backward to False for all but the last
+    one, which averages them. bucket_cap_mb: MiB of gradients in a bucket (None: 25, or a fifth of all)."""
 
     def __init__(self, module: nn.Module, bucket_cap_mb: float | None = None):
         super().__init__()
@@ -76,8 +77,8 @@ class DDP(nn.Module):
             dist.broadcast(tensor.detach(), 0)
         self.params = [param for param in module.parameters() if param.requires_grad]
         self.buckets = [Bucket(params) for params in fill_buckets(self.params, bucket_cap_mb)]
-        # Autograd calls _gradient_ready as soon as a parameter has its gradient. It gets a weak reference,
-        # because Python's garbage collector does not see what hooks refer to, and would never free it.
+        # Autograd calls _gradient_ready as soon as a parameter has its gradient. (Through a proxy, as a hook
+        # that referred to the model itself would keep it in memory for ever.)
         for bucket in self.buckets:
             bucket.hook = partial(self._gradient_ready, bucket)
             for param in bucket.params:
@@ -96,8 +97,8 @@ class DDP(nn.Module):
             # Autograd calls _end_backward when this whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         bucket.pending.remove(param)
-        # All ranks must send their buckets in the same order: the n-th all-reduce of a rank is added to the
-        # n-th of the others. So a full bucket waits for those before it.
+        # All ranks must send their buckets in the same order, which autograd does not promise: the n-th
+        # all-reduce of a rank is added to the n-th of the others. So a full bucket waits for those before it.
         while self.waiting and not self.waiting[0].pending:
             self.waiting.popleft().start_all_reduce()
 
@@ -114,7 +115,7 @@ class DDP(nn.Module):
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
-    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
+    # A reader may skip to Bucket: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
         if self.waiting:
@@ -128,12 +129,12 @@ class Bucket:
 
     def __init__(self, params):
         self.params = params
-        self.pending = set(params)  # those that have no gradient yet
+        self.pending = set(params)  # those that the last backward has not reached yet
         self.flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
         self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
 
     def collect(self, param):
-        """Move a gradient into flat_grad. There autograd adds to it in later backwards."""
+        """Move a gradient into flat_grad. Later backwards of the step add to it there."""
         view = self.grad_views[param]
         if param.grad is not view:  # this is the first gradient since zero_grad()
             view.copy_(param.grad)
@@ -149,7 +150,7 @@ class Bucket:
 
 
 def fill_buckets(params, cap_mb):
-    """Lists of parameters of one dtype, the last ones first, each of cap_mb MiB or a little more."""
+    """Lists of parameters of one dtype, the last ones first. A list ends when it has reached cap_mb MiB."""
     if cap_mb is None:
         cap_mb = min(sum(param.nbytes for param in params) / 5 / 2**20, 25)
     buckets = [[]]

@@ -3,23 +3,20 @@
 Idea
     zero3.py sends nearly 3P numbers in each microbatch, also between nodes, where links are slow. Here only
     the F ranks of a node, or --shard F neighbours, share a copy of the model, and gather and reduce as in
-    zero3.py. The copies are replicas, as in ddp.py: ranks with the same shard average its gradient, 1/F of
-    what ddp.py sends (hybrid sharding: FSDP, arXiv 2304.11277, section 3.2.2; MiCS, arXiv 2205.00119).
+    zero3.py. The copies are replicas, as in ddp.py: ranks with the same shard average its gradient, and send
+    1/F of what ddp.py sends (hybrid sharding: FSDP, arXiv 2304.11277, 3.2.2; MiCS, arXiv 2205.00119).
 
-    Parameters travel in units: those of each transformer block are one, all others are one more, the root.
-    Each rank owns 1/F of every unit, its shard.
+    Parameters travel in units: each block is one, all others are the root. A rank's shard is 1/F of each.
 
-Timeline (of three units, with --prefetch 1)
+Timeline (of three blocks, with --prefetch 1; the root and what waits at the ends are not drawn)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
     in node | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
     between |           |           |           |            |                            | all-reduce 3
 
-Memory (bytes on each of N ranks, F of which share a copy; P parameters, U in the largest unit, E in the root)
-    parameters    mP/F + w(E+(1+f)U)      w = 4 in fp32, 2 in bf16; m = max(w, 4); f = --prefetch
-    gradients     (m+c/2)P/F + w(E+(2+g)U)    c = 4 in bf16, else 0; g = 1 over gloo, else 0
-    optimizer     KP/F                    K = 8 for AdamW's two moments, 0 for SGD
-    Weights are unsharded in the root, in the unit that computes, and in f units on their way; gradients in
-    the root, in the unit in backward, and in one unit on its way.
+Memory (bytes on each of N ranks, F of which share a copy; P parameters, U in a block, E in the root)
+    parameters    mP/F + w(E+(1+f)U)      w = 4 in fp32, 2 in bf16; m = 4; f = --prefetch
+    gradients     (m+c/2)P/F + w(E+(2+g)U)    c = 4 in bf16, where copies travel; g = 1 over gloo; else 0
+    optimizer     KP/F                    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
 
 Sent (bytes, by each rank in each step of k microbatches)
     reduce-scatter    kwP(F-1)/F                in a ring, inside a node
@@ -31,11 +28,9 @@ Run
     torchrun --nproc_per_node=8 hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
-    All ranks must call forward together and use units in the same order, or some wait, or add up gradients of
-    different units. A weight is NaN outside of its unit's forward and backward, and so is what is made of it.
-    If the loss uses a tensor that a unit has made but not returned, backward reads freed memory: return it.
-    Wrong, and not noticed: an optimizer that does not treat each number alone, such as Muon (see muon.py).
+    What zero3.py leaves out. Not noticed are also its mistakes: an optimizer that is not elementwise or made
+    before wrapping, torch's clip_grad_norm_, an update between a forward and its backward. While a weight is
+    sharded, it is NaN. If the loss uses a tensor that a unit has made but not returned, return it.
 """
 
 import argparse
@@ -49,10 +44,10 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
+import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 from torch.utils._pytree import tree_leaves
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
@@ -61,17 +56,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 class HSDP(nn.Module):
     """Wraps a module, in which each submodule of unit_class is a unit. shard_size neighbouring ranks share a
-    copy. Without overlap, two lines would make it of zero3.py:
+    copy. Without overlap, two lines would turn zero3.py into it:
 
-        reduce_scatter(unit.shard.grad, unit.flat_grad, group=shard_group)  # as there, in this node
-        all_reduce(unit.shard.grad, group=replica_group)  # the ranks of all nodes that have the same shard
+        reduce_scatter(unit.shard.grad, unit.flat_grad, group=group)  # as there, in this node
+        all_reduce(unit.shard.grad, group=replica_group)  # a rank of each node, with the same shard
 
-    The problem is that nothing is computed during the all-reduce. So here it starts as soon as the unit's
-    reduce-scatter has ended, and travels while backward computes earlier units.
+    The problem is that nothing is computed during the all-reduce. So here it starts when the next unit has
+    its gradients, and travels while backward goes on.
 
-    parameters() are this rank's shards, for an optimizer that treats each number alone.
-    device: where the shards are, and unsharded units. (The module may be elsewhere.)
-    To accumulate gradients over several backwards, set is_last_backward to False for all but the last one."""
+    parameters() are this rank's shards, for an elementwise optimizer that is made after wrapping.
+    device: where shards and unsharded units are. (A module on the CPU moves there unit by unit.)
+    is_last_backward: False in all backwards of a step but the last saves all-reduces."""
 
     def __init__(self, module: nn.Module, unit_class: type, shard_size: int, prefetch=1, device=None):
         super().__init__()
@@ -82,8 +77,7 @@ class HSDP(nn.Module):
         self.waiting = set()  # during backward: the units that do not have all their gradients yet
         self.reducing = None  # the unit whose gradients are travelling
         # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
-        # _gradient_ready as soon as a parameter has its gradient. Autograd gets a weak reference, because
-        # Python's garbage collector does not see what its hooks refer to, and would never free it.
+        # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
         self.units = []
         for submodule, params in find_units(module, unit_class):
             unit = Unit(params, device, self.group, replica_group)
@@ -96,7 +90,7 @@ class HSDP(nn.Module):
                 param.register_post_accumulate_grad_hook(proxy(unit.hook))
         for unit in self.units[-1 - prefetch :]:
             unit.reshard_after_forward = False  # backward begins with these
-        module.register_forward_pre_hook(self._begin_forward, prepend=True)
+        module.register_forward_pre_hook(self._begin_forward, prepend=True)  # runs first
         # All ranks start from rank 0's buffers and frozen weights. (Unit has done the same for the others.)
         frozen = [param for param in module.parameters() if not param.requires_grad]
         for tensor in (*frozen, *module.buffers()):
@@ -112,7 +106,7 @@ class HSDP(nn.Module):
 
     def _begin_forward(self, *_):
         self._check()
-        # Units are still unsharded, and out of date, if no backward has followed their last forward.
+        # A forward that no backward has followed leaves units unsharded, maybe with weights out of date.
         for unit in self.units:
             unit.reshard()
 
@@ -124,7 +118,7 @@ class HSDP(nn.Module):
         unit.wait_for_unshard()
 
     def _pre_forward(self, unit, *_):
-        if not unit.in_backward:  # else activation checkpointing runs its forward again
+        if not unit.in_backward:  # else activation checkpointing runs its forward again, and it is here
             self._unshard(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
@@ -139,8 +133,8 @@ class HSDP(nn.Module):
             tensor.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
-        # The gradient of this unit's output is there. So backward has left the units after it, which have all
-        # their gradients. (Until now it may have needed their weights, for the gradients of their inputs.)
+        # Backward has reached this unit's output, so it is done with units that have all their gradients:
+        # free them. (Not before: the gradient of a unit's input may need its weights.)
         for each in self.units:
             if not each.pending:
                 each.reshard()
@@ -157,22 +151,23 @@ class HSDP(nn.Module):
             self._post_backward(unit)
 
     def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit.
+        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
+        # at a time, so that one receive buffer is enough.
         self.waiting.remove(unit)
         if self.reducing:
-            self._reduce_across_nodes()
+            self._finish_reducing()
         unit.start_reduce_scatter()
         self.reducing = unit
 
-    def _reduce_across_nodes(self):
-        # The node's average of a unit's gradients is there. In the last backward all nodes average theirs.
+    def _finish_reducing(self):
+        # Wait for the node's average of a unit's gradients. In the last backward all nodes average theirs.
         self.reducing.finish_reduce_scatter()
         if self.is_last_backward:
             self.reducing.start_all_reduce()
 
     def _end_backward(self):
         self._check()
-        self._reduce_across_nodes()
+        self._finish_reducing()
         self.reducing = None
         for unit in self.units:
             if self.is_last_backward:
@@ -201,13 +196,14 @@ class HSDP(nn.Module):
             unit.unshard()
             unit.wait_for_unshard()
             for name, tensor in nn.Module.state_dict(self.module, keep_vars=True).items():
+                # This unit's weights, and once what is in no unit: buffers and frozen weights.
                 is_new = tensor in unit.grad_views or (tensor not in sharded and name not in state_dict)
                 if is_new and dist.get_rank() == 0:
                     state_dict[name] = tensor.detach().to("cpu", copy=True)
             unit.reshard()
         return state_dict
 
-    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
+    # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
         if self.waiting:
@@ -225,7 +221,7 @@ def refuse_use(*args, **kwargs):
 
 
 class Unit:
-    """Parameters that travel together. They are views of flat_param, their gradients of flat_grad, which has
+    """Parameters that travel together, as views of flat_param. Their gradients gather in flat_grad, which has
     memory only from the first gradient in a backward until it has been sent; flat_param has memory only while
     the unit is unsharded.
 
@@ -240,7 +236,7 @@ class Unit:
         if len({param.dtype for param in params}) > 1:
             raise ValueError("the parameters of a unit must be of one dtype")
         flat = torch.cat([param.detach().flatten() for param in params]).to(device)
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to N equal parts
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to equal parts
         dist.broadcast(self.flat_param, 0)
         self.param_views = unflatten(self.flat_param, params)
         self.flat_grad = torch.zeros_like(self.flat_param)
@@ -268,7 +264,7 @@ class Unit:
                 param.data = view
 
     def reshard(self):
-        """Free the weights. Parameters keep their shapes, but one NaN takes the place of their numbers."""
+        """Free the weights. A NaN takes the place of all numbers of a parameter, so that misuse shows."""
         self.in_backward = False
         self.wait_for_unshard()
         self.flat_param.untyped_storage().resize_(0)
@@ -285,23 +281,19 @@ class Unit:
         param.grad = None
 
     def start_reduce_scatter(self):
-        # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
-        gloo = dist.get_backend() == "gloo"
-        collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.own_param)
-        self.reduce_work = collective(self.received, self.flat_grad, group=self.group, async_op=True)
+        self.received, self.reduce_work = start_reduce_scatter(self.flat_grad, self.group)
 
     def finish_reduce_scatter(self):
         self.reduce_work.wait()
         self.flat_grad.untyped_storage().resize_(0)
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
-        for gradient in self.received.view(-1, len(self.own_param)):
+        for gradient in self.received:
             self.shard.grad.add_(gradient, alpha=1 / self.n_shards)  # the node's average
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
 
     def start_all_reduce(self):
-        self.total = self.shard.grad.to(self.own_param.dtype)  # a copy for bf16, else the same memory
+        self.total = self.shard.grad.to(self.own_param.dtype)  # in bf16 a copy, of half the bytes
         self.all_reduce_work = dist.all_reduce(self.total, group=self.replica_group, async_op=True)
 
     def finish_all_reduce(self):
@@ -311,15 +303,25 @@ class Unit:
 
 
 def make_groups(shard_size):
-    """(the ranks that share this rank's copy, the ranks of other copies that have the same shard)"""
+    """(the ranks that share this rank's copy, the ranks, one of each copy, that have the same shard)"""
     group, _ = dist.new_subgroups(shard_size)  # neighbours
-    holders = [range(i, dist.get_world_size(), shard_size) for i in range(shard_size)]
-    replica_group, _ = dist.new_subgroups_by_enumeration(holders)
-    return group, replica_group
+    same_shard = [range(i, dist.get_world_size(), shard_size) for i in range(shard_size)]
+    return group, dist.new_subgroups_by_enumeration(same_shard)[0]
+
+
+def start_reduce_scatter(flat, group):
+    """Returns (rows, work): after work.wait() the rows add up to this rank's 1/F of the sum of flat."""
+    rows = flat.view(dist.get_world_size(group), -1)
+    if dist.get_backend(group) == "gloo":
+        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
+        received = torch.empty_like(rows)
+        return received, dist.all_to_all_single(received, rows, group=group, async_op=True)
+    received = torch.empty_like(rows[:1])
+    return received, reduce_scatter(received, rows, group=group, async_op=True)
 
 
 def find_units(module, unit_class):
-    """[(submodule, its parameters)]: the root, with what is in no unit or in several, then each unit."""
+    """[(submodule, its parameters)]: first the root, which also has what several units share."""
     owner = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):

@@ -42,7 +42,7 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
+import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten

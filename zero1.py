@@ -3,20 +3,20 @@
 Idea
     In ddp.py all ranks hold all of Adam's moments, and compute the same update. Here each rank updates 1/N of
     the weights. For this it needs 1/N of the averaged gradients, which it gets from a reduce-scatter. After
-    the update, an all-gather gives all ranks the new weights. These two together send as much as one
-    all-reduce, so nothing more is sent than in ddp.py (ZeRO, arXiv 1910.02054, sections 5.1 and 7.2.1).
+    the update, an all-gather gives all ranks the new weights. An all-reduce is these two in a row, so nothing
+    more is sent than in ddp.py (ZeRO, arXiv 1910.02054, sections 5.1 and 7.2.1).
 
-    Parameters travel in units: those of each transformer block are one, all others are one more, the root.
-    Each rank owns 1/N of every unit, its shard.
+    Parameters travel in units: one for each transformer block, and one, the root, for all others. Each rank
+    owns 1/N of every unit, its shard.
 
 Timeline (of two units)
     compute |          | forward 1 | forward 2 | backward 2 | backward 1       |                  | clip, step
     network | gather 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1 |
 
-Memory (bytes on each of N ranks; P parameters, U in the largest unit)
+Memory (bytes on each of N ranks; P parameters, U in a block)
     parameters    wP + cP/N               w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
-    gradients     wP + gwU + cP/N         g = 1 over gloo, which needs a receive buffer, else 0
-    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD
+    gradients     wP + gwU + cP/N         g = 1 over gloo, for a receive buffer of a unit, else 0
+    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD (in fp64 w = 8, K = 16)
 
 Sent (bytes, by each rank in each step)
     reduce-scatter    wP(N-1)/N           in a ring; in the last microbatch only
@@ -28,10 +28,12 @@ Run
 
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
-    All ranks must call forward together and use units in the same order, or some wait, or add up gradients of
-    different units. After an update only the whole model's forward gathers the weights, not a submodule's.
-    Wrong, and not noticed: an optimizer that does not treat each number alone, such as Muon (see muon.py); an
-    update, or zero_grad(set_to_none=False), between a forward and its step's last backward.
+    All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
+    Not noticed: an optimizer that is not elementwise, such as Muon (see muon.py); one that is made before
+    wrapping, which updates nothing; torch's own clip_grad_norm_, which takes the norm of 1/N; an update
+    before a step's last backward. How to decay matrices only, and to resume: docs/use.md.
+    A submodule that is called alone after an update has old weights. zero_grad(set_to_none=False) between the
+    backwards of a step keeps what other ranks own.
 """
 
 import argparse
@@ -45,10 +47,10 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
+import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -59,7 +61,7 @@ class ZeRO1(nn.Module):
 
         loss.backward()
         for unit in units:
-            reduce_scatter(unit.shard.grad, unit.flat_grad)  # each rank gets 1/N of the sum
+            reduce_scatter(unit.shard.grad, unit.flat_grad)  # each rank gets the sum of its own part
         optimizer.step()  # updates the shards
         for unit in units:
             all_gather(unit.flat_param, unit.shard)  # each rank gets all new weights
@@ -68,22 +70,21 @@ class ZeRO1(nn.Module):
     soon as backward has its gradients, and backward goes on meanwhile. The all-gathers start with the next
     forward, in which each unit waits only for its own.
 
-    parameters() are this rank's shards, for an optimizer that treats each number alone.
+    parameters() are this rank's shards, for an elementwise optimizer that is made after wrapping.
     To accumulate gradients over several backwards, set is_last_backward to False for all but the last one."""
 
     def __init__(self, module: nn.Module, unit_class: type):
         super().__init__()
         self.module = module
         self.is_last_backward = True
-        self.accumulating = False  # whether the last backward was not its step's last one
+        self.accumulating = False  # between the backwards of a step: there are no new weights then
         self.waiting = set()  # during backward: the units that do not have all their gradients yet
         self.reducing = None  # the unit whose gradients are travelling
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
         # Hooks: the model's forward starts all gathers, a unit's waits for its own, and autograd calls
-        # _gradient_ready as soon as a parameter has its gradient. Autograd gets a weak reference, because
-        # Python's garbage collector does not see what its hooks refer to, and would never free it.
+        # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
         self.units = []
         for submodule, params in find_units(module, unit_class):
             unit = Unit(params)
@@ -92,7 +93,7 @@ class ZeRO1(nn.Module):
             unit.hook = partial(self._gradient_ready, unit)
             for param in params:
                 param.register_post_accumulate_grad_hook(proxy(unit.hook))
-        module.register_forward_pre_hook(self._pre_forward, prepend=True)
+        module.register_forward_pre_hook(self._pre_forward, prepend=True)  # runs first
         self._protect()
 
     def parameters(self, recurse=True):
@@ -103,7 +104,7 @@ class ZeRO1(nn.Module):
 
     def _pre_forward(self, *_):
         self._check()
-        # The new weights start to travel, all at once. While gradients accumulate there are no new ones.
+        # The new weights start to travel, all at once. (Not earlier: nobody tells this class of the update.)
         if not self.accumulating:
             for unit in self.units:
                 unit.start_all_gather()
@@ -118,7 +119,8 @@ class ZeRO1(nn.Module):
             self._post_backward(unit)
 
     def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit.
+        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
+        # at a time, so that one receive buffer is enough.
         self.waiting.remove(unit)
         if self.is_last_backward:
             if self.reducing:
@@ -154,7 +156,7 @@ class ZeRO1(nn.Module):
             unit.wait_all_gather()
         return nn.Module.state_dict(self.module)
 
-    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
+    # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
         if self.waiting:
@@ -174,7 +176,7 @@ def refuse_use(*args, **kwargs):
 
 
 class Unit:
-    """Parameters that travel together. They are views of flat_param, their gradients of flat_grad.
+    """Parameters that travel together, as views of flat_param. Their gradients add up in flat_grad.
 
     shard, which the optimizer updates, is this rank's 1/N of flat_param (in bf16 an fp32 copy of it)."""
 
@@ -185,7 +187,7 @@ class Unit:
         if len({param.dtype for param in params}) > 1:
             raise ValueError("the parameters of a unit must be of one dtype")
         flat = torch.cat([param.detach().flatten() for param in params])
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to N equal parts
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to equal parts
         for param, view in zip(params, unflatten(self.flat_param, params)):
             param.data = view
         self.flat_grad = torch.zeros_like(self.flat_param)
@@ -193,11 +195,11 @@ class Unit:
         self.own_param = self.flat_param.chunk(self.n_shards)[rank]
         self.own_grad = self.flat_grad.chunk(self.n_shards)[rank]
         shard_dtype = torch.promote_types(flat.dtype, torch.float32)
-        self.shard = nn.Parameter(self.own_param.to(shard_dtype))
+        self.shard = nn.Parameter(self.own_param.to(shard_dtype))  # in fp32 the same memory
         self.gather_work = None
 
     def start_all_gather(self):
-        self.own_param.copy_(self.shard.data)  # for bf16; else they are the same memory
+        self.own_param.copy_(self.shard.data)  # for bf16
         self.gather_work = all_gather(self.flat_param, self.own_param, async_op=True)
 
     def wait_all_gather(self, *_):
@@ -211,26 +213,34 @@ class Unit:
         if self.shard.grad is None:  # this is the first gradient since zero_grad()
             self.flat_grad.zero_()
             self.shard.grad = self.own_grad.to(self.shard.dtype)  # a copy for bf16, else the same memory
-        self.grad_views[param].add_(param.grad, alpha=1 / self.n_shards)  # the ranks' sum is their average
+        self.grad_views[param].add_(param.grad, alpha=1 / self.n_shards)  # so the ranks' sum is their average
         param.grad = None
 
     def start_reduce_scatter(self):
-        # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
-        gloo = dist.get_backend() == "gloo"
-        collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.own_param)
-        self.reduce_work = collective(self.received, self.flat_grad, async_op=True)
+        self.received, self.reduce_work = start_reduce_scatter(self.flat_grad)
 
     def finish_reduce_scatter(self):
         self.reduce_work.wait()
-        self.flat_grad.zero_()  # and with it shard.grad, except in bf16: it was sent, and is in the sum
-        for gradient in self.received.view(-1, len(self.own_param)):
+        # In fp32 this also zeroes shard.grad, a part of it. What that held was sent, and is in the sum.
+        self.flat_grad.zero_()
+        for gradient in self.received:
             self.shard.grad += gradient
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
 
 
+def start_reduce_scatter(flat):
+    """Returns (rows, work): after work.wait() the rows add up to this rank's 1/N of the sum of flat."""
+    rows = flat.view(dist.get_world_size(), -1)
+    if dist.get_backend() == "gloo":
+        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
+        received = torch.empty_like(rows)
+        return received, dist.all_to_all_single(received, rows, async_op=True)
+    received = torch.empty_like(rows[:1])
+    return received, reduce_scatter(received, rows, async_op=True)
+
+
 def find_units(module, unit_class):
-    """[(submodule, its parameters)]: the root, with what is in no unit or in several, then each unit."""
+    """[(submodule, its parameters)]: first the root, which also has what several units share."""
     owner = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):

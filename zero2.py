@@ -1,27 +1,27 @@
 """ZeRO-2: as zero1.py, but each rank also holds only 1/N of the gradients: backward frees the rest.
 
 Idea
-    A rank that updates 1/N of the weights needs only 1/N of the gradients. So as soon as backward has all
-    gradients of a unit, they are reduce-scattered, and the unsharded ones are freed. This happens in every
-    microbatch: what a rank adds up is 1/N. (In zero1.py unsharded gradients add up, and travel in the last
-    microbatch only. ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1.)
+    As in zero1.py a rank updates 1/N of the weights, and the next forward gathers all of them. For this it
+    needs only 1/N of the gradients. So as soon as backward has all gradients of a unit, they are
+    reduce-scattered, and the unsharded ones are freed (ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1). This
+    happens in every microbatch, where zero1.py adds up unsharded gradients, and sends them in the last one.
 
-    Parameters travel in units: those of each transformer block are one, all others are one more, the root.
-    Each rank owns 1/N of every unit, its shard.
+    Parameters travel in units: one for each transformer block, and one, the root, for all others. Each rank
+    owns 1/N of every unit, its shard.
 
-Timeline (of three units)
-    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2       | backward 1       | clip
-    network | gather 2  | gather 3  |           |            | reduce-scatter 3 | reduce-scatter 2 | 1
+Timeline (of two units)
+    compute |          | forward 1 | forward 2 | backward 2 | backward 1       |                  | clip, step
+    network | gather 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1 |
 
-Memory (bytes on each of N ranks; P parameters, U in the largest unit, E in the root)
+Memory (bytes on each of N ranks; P parameters, U in a block, E in the root)
     parameters    wP + cP/N               w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
-    gradients     mP/N + w(E+(2+g)U)      m = max(w, 4); g = 1 over gloo, for a receive buffer, else 0
-    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD
+    gradients     mP/N + w(E+(2+g)U)      m = 4; g = 1 over gloo, for a receive buffer of a unit, else 0
+    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
     Gradients are unsharded in the root, in the unit in backward, and in one unit on its way.
 
 Sent (bytes, by each rank in each step of k microbatches)
     reduce-scatter    kwP(N-1)/N          in a ring
-    all-gather        wP(N-1)/N
+    all-gather        wP(N-1)/N           once: weights change once a step
 
 Run
     torchrun --nproc_per_node=2 zero2.py
@@ -29,10 +29,11 @@ Run
 
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
-    All ranks must call forward together and use units in the same order, or some wait, or add up gradients of
-    different units. After an update only the whole model's forward gathers the weights, not a submodule's.
-    Wrong, and not noticed: an optimizer that does not treat each number alone, such as Muon (see muon.py); an
-    update, or zero_grad(set_to_none=False), between a forward and its step's last backward.
+    All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
+    Not noticed: an optimizer that is not elementwise, such as Muon (see muon.py); one that is made before
+    wrapping, which updates nothing; torch's own clip_grad_norm_, which takes the norm of 1/N; an update
+    before a step's last backward. How to decay matrices only, and to resume: docs/use.md.
+    A submodule that is called alone after an update has old weights.
 """
 
 import argparse
@@ -46,10 +47,10 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
+import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -60,29 +61,28 @@ class ZeRO2(nn.Module):
 
         loss.backward()
         for unit in units:
-            reduce_scatter(received, unit.flat_grad)  # each rank gets 1/N of the sum
-            unit.shard.grad += received
+            reduce_scatter(received, unit.flat_grad)  # each rank gets the sum of its own part
+            unit.shard.grad += received / N
             unit.flat_grad = None  # free the unsharded gradients
 
     The problem is that all unsharded gradients would be there at the end of loss.backward(), and this peak
     has to fit into memory. So here the gradients of a unit are sent and freed while backward goes on.
 
-    parameters() are this rank's shards, for an optimizer that treats each number alone.
+    parameters() are this rank's shards, for an elementwise optimizer that is made after wrapping.
     If a step has several backwards, set is_last_backward to False for all but the last: it saves gathers."""
 
     def __init__(self, module: nn.Module, unit_class: type):
         super().__init__()
         self.module = module
         self.is_last_backward = True
-        self.accumulating = False  # whether the last backward was not its step's last one
+        self.accumulating = False  # between the backwards of a step: there are no new weights then
         self.waiting = set()  # during backward: the units that do not have all their gradients yet
         self.reducing = None  # the unit whose gradients are travelling
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
         # Hooks: the model's forward starts all gathers, a unit's waits for its own, and autograd calls
-        # _gradient_ready as soon as a parameter has its gradient. Autograd gets a weak reference, because
-        # Python's garbage collector does not see what its hooks refer to, and would never free it.
+        # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
         self.units = []
         for submodule, params in find_units(module, unit_class):
             unit = Unit(params)
@@ -91,7 +91,7 @@ class ZeRO2(nn.Module):
             unit.hook = partial(self._gradient_ready, unit)
             for param in params:
                 param.register_post_accumulate_grad_hook(proxy(unit.hook))
-        module.register_forward_pre_hook(self._pre_forward, prepend=True)
+        module.register_forward_pre_hook(self._pre_forward, prepend=True)  # runs first
         self._protect()
 
     def parameters(self, recurse=True):
@@ -102,7 +102,7 @@ class ZeRO2(nn.Module):
 
     def _pre_forward(self, *_):
         self._check()
-        # The new weights start to travel, all at once. While gradients accumulate there are no new ones.
+        # The new weights start to travel, all at once. (Not earlier: nobody tells this class of the update.)
         if not self.accumulating:
             for unit in self.units:
                 unit.start_all_gather()
@@ -117,7 +117,8 @@ class ZeRO2(nn.Module):
             self._post_backward(unit)
 
     def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit.
+        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
+        # at a time, so that one receive buffer is enough.
         self.waiting.remove(unit)
         if self.reducing:
             self.reducing.finish_reduce_scatter()
@@ -135,6 +136,8 @@ class ZeRO2(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
+        if not self.is_last_backward:
+            raise RuntimeError("the last backward of a step must have is_last_backward = True")
         grads = [unit.shard.grad for unit in self.units]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
@@ -149,7 +152,7 @@ class ZeRO2(nn.Module):
             unit.wait_all_gather()
         return nn.Module.state_dict(self.module)
 
-    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
+    # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
         if self.waiting:
@@ -169,7 +172,7 @@ def refuse_use(*args, **kwargs):
 
 
 class Unit:
-    """Parameters that travel together. They are views of flat_param, their gradients of flat_grad, which has
+    """Parameters that travel together, as views of flat_param. Their gradients gather in flat_grad, which has
     memory only from the first gradient in a backward until it has been sent.
 
     shard, which the optimizer updates, is this rank's 1/N of flat_param (in bf16 an fp32 copy of it)."""
@@ -181,7 +184,7 @@ class Unit:
         if len({param.dtype for param in params}) > 1:
             raise ValueError("the parameters of a unit must be of one dtype")
         flat = torch.cat([param.detach().flatten() for param in params])
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to N equal parts
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to equal parts
         for param, view in zip(params, unflatten(self.flat_param, params)):
             param.data = view
         self.flat_grad = torch.zeros_like(self.flat_param)
@@ -189,11 +192,11 @@ class Unit:
         self.flat_grad.untyped_storage().resize_(0)  # only now: no view can be made of an empty storage
         self.own_param = self.flat_param.chunk(self.n_shards)[rank]
         shard_dtype = torch.promote_types(flat.dtype, torch.float32)
-        self.shard = nn.Parameter(self.own_param.to(shard_dtype))
+        self.shard = nn.Parameter(self.own_param.to(shard_dtype))  # in fp32 the same memory
         self.gather_work = None
 
     def start_all_gather(self):
-        self.own_param.copy_(self.shard.data)  # for bf16; else they are the same memory
+        self.own_param.copy_(self.shard.data)  # for bf16
         self.gather_work = all_gather(self.flat_param, self.own_param, async_op=True)
 
     def wait_all_gather(self, *_):
@@ -207,28 +210,35 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()  # for the padding
-        self.grad_views[param].copy_(param.grad)
+        self.grad_views[param].copy_(param.grad)  # it could be no view before, as that had no memory
         param.grad = None
 
     def start_reduce_scatter(self):
-        # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
-        gloo = dist.get_backend() == "gloo"
-        collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.own_param)
-        self.reduce_work = collective(self.received, self.flat_grad, async_op=True)
+        self.received, self.reduce_work = start_reduce_scatter(self.flat_grad)
 
     def finish_reduce_scatter(self):
         self.reduce_work.wait()
         self.flat_grad.untyped_storage().resize_(0)
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
-        for gradient in self.received.view(-1, len(self.own_param)):
+        for gradient in self.received:
             self.shard.grad.add_(gradient, alpha=1 / self.n_shards)  # the ranks' average
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
 
 
+def start_reduce_scatter(flat):
+    """Returns (rows, work): after work.wait() the rows add up to this rank's 1/N of the sum of flat."""
+    rows = flat.view(dist.get_world_size(), -1)
+    if dist.get_backend() == "gloo":
+        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
+        received = torch.empty_like(rows)
+        return received, dist.all_to_all_single(received, rows, async_op=True)
+    received = torch.empty_like(rows[:1])
+    return received, reduce_scatter(received, rows, async_op=True)
+
+
 def find_units(module, unit_class):
-    """[(submodule, its parameters)]: the root, with what is in no unit or in several, then each unit."""
+    """[(submodule, its parameters)]: first the root, which also has what several units share."""
     owner = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):

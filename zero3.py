@@ -6,17 +6,17 @@ Idea
     gradients are reduce-scattered as in zero2.py. While a unit computes, the weights of the next one travel:
     they are prefetched (ZeRO, arXiv 1910.02054, sections 5.3 and 7.2.2; FSDP, arXiv 2304.11277, section 3).
 
-    Parameters travel in units: those of each transformer block are one, all others are one more, the root.
-    Each rank owns 1/N of every unit, its shard.
+    Parameters travel in units: one for each transformer block, and one, the root, for all others. Each rank
+    owns 1/N of every unit, its shard.
 
-Timeline (of three units, with --prefetch 1)
+Timeline (of three blocks, with --prefetch 1; the root and what waits at the ends are not drawn)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
     network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
 
-Memory (bytes on each of N ranks; P parameters, U in the largest unit, E in the root)
-    parameters    mP/N + w(E+(1+f)U)      w = 4 in fp32, 2 in bf16; m = max(w, 4); f = --prefetch
-    gradients     mP/N + w(E+(2+g)U)      g = 1 over gloo, for a receive buffer, else 0
-    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD
+Memory (bytes on each of N ranks; P parameters, U in a block, E in the root)
+    parameters    mP/N + w(E+(1+f)U)      w = 4 in fp32, 2 in bf16; m = 4; f = --prefetch
+    gradients     mP/N + w(E+(2+g)U)      g = 1 over gloo, for a receive buffer of a unit, else 0
+    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
     Weights are unsharded in the root, in the unit that computes, and in f units on their way; gradients in
     the root, in the unit in backward, and in one unit on its way.
 
@@ -30,10 +30,12 @@ Run
 
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
-    All ranks must call forward together and use units in the same order, or some wait, or add up gradients of
-    different units. A weight is NaN outside of its unit's forward and backward, and so is what is made of it.
-    If the loss uses a tensor that a unit has made but not returned, backward reads freed memory: return it.
-    Wrong, and not noticed: an optimizer that does not treat each number alone, such as Muon (see muon.py).
+    All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
+    Not noticed: an optimizer that is not elementwise, such as Muon (see muon.py); one that is made before
+    wrapping, which updates nothing; torch's own clip_grad_norm_, which takes the norm of 1/N; an update
+    before a step's last backward. How to decay matrices only, and to resume: docs/use.md.
+    While a weight is sharded, it is NaN: use it in its unit's forward only. If the loss uses a tensor that a
+    unit has made but not returned, backward reads freed memory: return it.
 """
 
 import argparse
@@ -47,10 +49,10 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # import it before the group is made: its default arguments capture the group
+import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 from torch.utils._pytree import tree_leaves
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
@@ -67,12 +69,12 @@ class ZeRO3(nn.Module):
         unit.flat_param = None  # free the unsharded weights
 
     This has two problems. While weights travel, nothing is computed. So here the next `prefetch` units are on
-    their way while one computes. And nothing is freed, because autograd keeps views of the weights for
-    backward. So here the memory that these views share is freed, while the views stay: they are valid again
-    as soon as that memory has been filled again, before the unit's backward.
+    their way while one computes. And nothing is freed, because autograd keeps parameters, or views of them,
+    for backward. So here the memory that these share is freed, while they stay: they are valid again as soon
+    as that memory has been filled again, before the unit's backward.
 
-    parameters() are this rank's shards, for an optimizer that treats each number alone.
-    device: where the shards are, and unsharded units. (The module may be elsewhere.)"""
+    parameters() are this rank's shards, for an elementwise optimizer that is made after wrapping.
+    device: where shards and unsharded units are. (A module on the CPU moves there unit by unit.)"""
 
     def __init__(
         self, module: nn.Module, unit_class: type, prefetch=1, reshard_after_forward=True, device=None
@@ -83,8 +85,7 @@ class ZeRO3(nn.Module):
         self.waiting = set()  # during backward: the units that do not have all their gradients yet
         self.reducing = None  # the unit whose gradients are travelling
         # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
-        # _gradient_ready as soon as a parameter has its gradient. Autograd gets a weak reference, because
-        # Python's garbage collector does not see what its hooks refer to, and would never free it.
+        # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
         self.units = []
         for submodule, params in find_units(module, unit_class):
             unit = Unit(params, device)
@@ -97,7 +98,7 @@ class ZeRO3(nn.Module):
                 param.register_post_accumulate_grad_hook(proxy(unit.hook))
         for unit in self.units[-1 - prefetch :]:
             unit.reshard_after_forward = False  # backward begins with these
-        module.register_forward_pre_hook(self._begin_forward, prepend=True)
+        module.register_forward_pre_hook(self._begin_forward, prepend=True)  # runs first
         # All ranks start from rank 0's buffers and frozen weights. (Unit has done the same for the others.)
         frozen = [param for param in module.parameters() if not param.requires_grad]
         for tensor in (*frozen, *module.buffers()):
@@ -113,7 +114,7 @@ class ZeRO3(nn.Module):
 
     def _begin_forward(self, *_):
         self._check()
-        # Units are still unsharded, and out of date, if no backward has followed their last forward.
+        # A forward that no backward has followed leaves units unsharded, maybe with weights out of date.
         for unit in self.units:
             unit.reshard()
 
@@ -125,7 +126,7 @@ class ZeRO3(nn.Module):
         unit.wait_for_unshard()
 
     def _pre_forward(self, unit, *_):
-        if not unit.in_backward:  # else activation checkpointing runs its forward again
+        if not unit.in_backward:  # else activation checkpointing runs its forward again, and it is here
             self._unshard(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
@@ -140,8 +141,8 @@ class ZeRO3(nn.Module):
             tensor.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
-        # The gradient of this unit's output is there. So backward has left the units after it, which have all
-        # their gradients. (Until now it may have needed their weights, for the gradients of their inputs.)
+        # Backward has reached this unit's output, so it is done with units that have all their gradients:
+        # free them. (Not before: the gradient of a unit's input may need its weights.)
         for each in self.units:
             if not each.pending:
                 each.reshard()
@@ -158,7 +159,8 @@ class ZeRO3(nn.Module):
             self._post_backward(unit)
 
     def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit.
+        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
+        # at a time, so that one receive buffer is enough.
         self.waiting.remove(unit)
         if self.reducing:
             self.reducing.finish_reduce_scatter()
@@ -192,13 +194,14 @@ class ZeRO3(nn.Module):
             unit.unshard()
             unit.wait_for_unshard()
             for name, tensor in nn.Module.state_dict(self.module, keep_vars=True).items():
+                # This unit's weights, and once what is in no unit: buffers and frozen weights.
                 is_new = tensor in unit.grad_views or (tensor not in sharded and name not in state_dict)
                 if is_new and dist.get_rank() == 0:
                     state_dict[name] = tensor.detach().to("cpu", copy=True)
             unit.reshard()
         return state_dict
 
-    # A reader may stop here: the rest of the class turns mistakes that would go unnoticed into errors.
+    # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
         if self.waiting:
@@ -216,7 +219,7 @@ def refuse_use(*args, **kwargs):
 
 
 class Unit:
-    """Parameters that travel together. They are views of flat_param, their gradients of flat_grad, which has
+    """Parameters that travel together, as views of flat_param. Their gradients gather in flat_grad, which has
     memory only from the first gradient in a backward until it has been sent; flat_param has memory only while
     the unit is unsharded.
 
@@ -229,7 +232,7 @@ class Unit:
         if len({param.dtype for param in params}) > 1:
             raise ValueError("the parameters of a unit must be of one dtype")
         flat = torch.cat([param.detach().flatten() for param in params]).to(device)
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to N equal parts
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to equal parts
         dist.broadcast(self.flat_param, 0)
         self.param_views = unflatten(self.flat_param, params)
         self.flat_grad = torch.zeros_like(self.flat_param)
@@ -253,11 +256,12 @@ class Unit:
         if self.gather_work:
             self.gather_work.wait()
             self.gather_work = None
+            # Autograd has kept the parameters themselves, or views of flat_param: both are right again.
             for param, view in zip(self.params, self.param_views):
                 param.data = view
 
     def reshard(self):
-        """Free the weights. Parameters keep their shapes, but one NaN takes the place of their numbers."""
+        """Free the weights. A NaN takes the place of all numbers of a parameter, so that misuse shows."""
         self.in_backward = False
         self.wait_for_unshard()
         self.flat_param.untyped_storage().resize_(0)
@@ -274,24 +278,31 @@ class Unit:
         param.grad = None
 
     def start_reduce_scatter(self):
-        # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
-        gloo = dist.get_backend() == "gloo"
-        collective = dist.all_to_all_single if gloo else reduce_scatter
-        self.received = torch.empty_like(self.flat_grad if gloo else self.own_param)
-        self.reduce_work = collective(self.received, self.flat_grad, async_op=True)
+        self.received, self.reduce_work = start_reduce_scatter(self.flat_grad)
 
     def finish_reduce_scatter(self):
         self.reduce_work.wait()
         self.flat_grad.untyped_storage().resize_(0)
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
-        for gradient in self.received.view(-1, len(self.own_param)):
+        for gradient in self.received:
             self.shard.grad.add_(gradient, alpha=1 / self.n_shards)  # the ranks' average
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
 
 
+def start_reduce_scatter(flat):
+    """Returns (rows, work): after work.wait() the rows add up to this rank's 1/N of the sum of flat."""
+    rows = flat.view(dist.get_world_size(), -1)
+    if dist.get_backend() == "gloo":
+        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
+        received = torch.empty_like(rows)
+        return received, dist.all_to_all_single(received, rows, async_op=True)
+    received = torch.empty_like(rows[:1])
+    return received, reduce_scatter(received, rows, async_op=True)
+
+
 def find_units(module, unit_class):
-    """[(submodule, its parameters)]: the root, with what is in no unit or in several, then each unit."""
+    """[(submodule, its parameters)]: first the root, which also has what several units share."""
     owner = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
