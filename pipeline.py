@@ -36,7 +36,8 @@ Run
     torchrun --nproc_per_node=8 pipeline.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Errors here: messages of several tensors or shapes; gradients that add up over several step().
+    Errors here: messages of several tensors or shapes; gradients that add up over several step(); other
+    numbers of microbatches than the schedule has; a step() after one that failed.
     Not handled: data parallelism beside it (see parallel_3d.py); creating each layer on its rank alone, so at
     first every rank holds all of them; buffers, which unsplit() does not collect from other ranks.
 """

@@ -6,9 +6,9 @@ Idea
     back. So rank 0 has the embedding and the head, and their common weight needs no all-reduce.
 
     With W as in zero_bubble.py, no rank is idle between its first action and its last if F, B and W take a
-    turn each: ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV (half of DualPipe, arXiv 2412.19437,
-    section 3.2.1) puts an F beside a B of the other stage, as GPUs may overlap these two. It is idle for N-1
-    turns. On rank i, with k microbatches:
+    turn each: ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV, which Sea AI Lab made of a half of
+    DualPipe (arXiv 2412.19437, section 3.2.1), puts an F beside a B of the other stage, so that a GPU may
+    overlap the two. It is idle for N-1 turns. On rank i, with k microbatches:
 
                    in flight, of both stages
       zb-v         min(2k,k+i+1,2N)       as many activations on each rank as on 1f1b's first rank
@@ -34,7 +34,8 @@ Run
     torchrun --nproc_per_node=8 pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Errors here: messages of several tensors or shapes; gradients that add up over several step().
+    Errors here: messages of several tensors or shapes; gradients that add up over several step(); other
+    numbers of microbatches than the schedule has; a step() after one that failed.
     Not handled: what zero_bubble.py does not handle; overlapping F with B, so that DualPipeV is slower than
     published; more than two stages on a rank.
 """
@@ -253,8 +254,7 @@ class Pipeline(nn.Module):
             weight.grad.addmm_(grad.flatten(0, -2).t(), x.flatten(0, -2))
 
     def _needs_message(self, action):
-        # From another rank. (-1: there is no stage before.)
-        return self._rank_of(action.stage - NEXT.get(action.op, 0)) not in (self.rank, -1)
+        return self._rank_of(action.stage - NEXT.get(action.op, 0)) not in (self.rank, -1)  # -1: no stage
 
     def _receive(self, op):
         """Wait for the message that this action needs. Start to receive the next one, too."""

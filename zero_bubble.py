@@ -32,7 +32,8 @@ Run
     torchrun --nproc_per_node=8 zero_bubble.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Errors here: messages of several tensors or shapes; gradients that add up over several step().
+    Errors here: messages of several tensors or shapes; gradients that add up over several step(); other
+    numbers of microbatches than the schedule has; a step() after one that failed.
     Not handled: what pipeline.py does not handle; schedules that are found by search; optimizers that do not
     wait for the gradient norm; a later W of layers other than nn.Linear, for which B computes all gradients.
 """

@@ -74,7 +74,7 @@ def check_schedules(name):
                 assert sent == needed, "messages come in another order than they are needed"
 
 
-PUBLISHED = [  # arXiv 2401.10241, table 5
+PUBLISHED = [  # arXiv 2401.10241: times of table 9, rates of table 5
     (24, 18.522, 18.086, 9.337, 0.601, "0.2431", "0.1585", "0.1083"),
     (32, 18.513, 18.086, 9.331, 0.626, "0.1985", "0.1242", "0.0837"),
     (64, 18.546, 18.097, 9.321, 0.762, "0.1240", "0.0674", "0.0444"),
@@ -286,8 +286,8 @@ MUTANTS = [
     ("pipeline", "if len(self.sent) > MAX_SENT", "if False", check_held, "messages kept"),
     ("pipeline", "len(inputs) == len(targets) == k,", "True,", check_guards, "another number"),
     ("pipeline", "len(targets) == k,", "len(targets),", check_guards, "another number"),
-    ("pipeline zero_bubble", "self.in_flight is None,", "True,", check_guards, "a step after one that failed"),
-    ("pipeline", "assert all(param.grad is None", "assert all(param", check_guards, "ties of two steps"),
+    ("pipeline zero_bubble", "self.in_flight is None,", "True,", check_guards, "after one that failed"),
+    ("pipeline", "param.grad is None for", "True for", check_guards, "ties of two steps"),
     ("pipeline", "tensor.shape == expected.shape", "True", check_guards, "a message like no other"),
     ("pipeline", "tensor.dtype == expected.dtype", "True", check_guards, "a message like no other"),
     ("zero_bubble", "        self._check_message(tensor)\n", "", check_guards, "a message like no other"),
