@@ -183,14 +183,14 @@ class Pipeline(nn.Module):
 
     def _share_parameters(self, stages):
         """Start from rank 0's parameters, and keep those of this rank's stages."""
-        self.ranks_of = defaultdict(set)
+        self.ranks_of = defaultdict(set)  # {parameter: the ranks whose stages have it}
         for stage, module in enumerate(stages):
             for param in module.parameters():
                 self.ranks_of[param].add(stage % self.world_size)
         # A parameter of several ranks is a tie, such as an embedding that is also the head. Each of its ranks
         # computes a part of its gradient, and an all-reduce among them adds up the parts.
         self.ties = {}
-        self.shapes = {}
+        self.shapes = {}  # of the parameters that are not here
         for param, ranks in self.ranks_of.items():
             dist.broadcast(param.data, 0)
             if len(ranks) > 1:
@@ -267,7 +267,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # if all layers are frozen
+        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # so that there is one, if all are frozen
         for param in self.parameters():
             if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
                 grads.append(param.grad)
