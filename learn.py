@@ -61,10 +61,10 @@ sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and
 context_parallel      | merge | 15 | two softmaxes over parts of the keys become one
 context_parallel-ring | visible rotate | 25 | whose keys are here after so many hops, and who sees them
 expert_parallel       | MoE.run_experts | 40 | orders 2 to 5 of the docstring
-pipeline              | build_schedule | 30 | warmup: F alone; then F and B in turn; cooldown: B alone
-pipeline-step         | Pipeline.step | 40 | walk the actions: receive, compute, send
+pipeline              | one_f_one_b | 15 | warmup: F alone; then F and B in turn; cooldown: B alone
+pipeline-actions      | Pipeline._forward Pipeline._backward | 30 | receive, compute, send
 zero_bubble           | deferred_linear Pipeline._weight_gradients | 25 | keep W's two factors for later
-zero_bubble-schedule  | build_schedule | 30 | W where a rank would wait
+zero_bubble-schedule  | zero_bubble | 25 | W where a rank would wait
 pipeline_v            | phases_of | 40 | F0 down, F1 up, from the docstring's rows; then B and W
 parallel_3d           | Mesh.group | 15 | ranks that differ in one coordinate
 checkpointing         | Checkpoint.recompute | 20 | forward again, with the random numbers of the first time

@@ -1,34 +1,45 @@
-"""Pipeline parallelism: the layers are split over ranks, and microbatches flow through them by a schedule.
+"""Pipeline parallelism: each rank holds some of the layers, and microbatches flow through them by a schedule.
 
 Idea
-    Rank i holds stage i, consecutive layers with about 1/N of the parameters. A batch is cut into k
-    microbatches, so that stages can work at once, each on another one (naive: one after the other). Forwards
-    before rank i's first backward: k in GPipe (arXiv 1811.06965), N-i in 1F1B (arXiv 2006.09503). Interleaved
-    1F1B (arXiv 2104.04473, section 2.2) gives rank i C chunks of the layers, the stages i, N+i, ...
+    The layers are split into stages, one on each rank. In forward, a stage sends its output to the next one;
+    in backward, it sends the gradient of its input to the one before. While one stage works on the batch, all
+    others would wait. So the batch is cut into k microbatches, and stages work on different ones at the same
+    time.
 
-Timeline (1f1b, 4 ranks; F sends its output a row down, B a gradient up; a column is one turn; . is idle)
+    A schedule is the order in which a rank runs its forwards and backwards. It determines for how much of a
+    step a rank is idle, and how many microbatches are in flight on it: it keeps their activations until their
+    backward. On rank i of N:
+
+                   in flight            idle
+      naive        1                    (N-1)/N         one microbatch after the other
+      gpipe        k                    (N-1)/(N-1+k)   all forwards, all backwards (arXiv 1811.06965)
+      1f1b         min(k,N-i)           (N-1)/(N-1+k)   a forward, a backward, ... (arXiv 2006.09503)
+      interleaved  min(k,N+(N-2i-1)/C)  (N-1)/(N-1+Ck)  1f1b with C stages on each rank (arXiv 2104.04473)
+
+Timeline (1f1b on 4 ranks; F3 is the forward of microbatch 3, B3 its backward; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
 
-Memory (bytes; R the largest rank's parameters, at least (P+vh)/N if N > 1; other letters: docs/formulas.md)
-    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
-    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight on rank i: naive 1 microbatch, gpipe k, 1f1b min(k,N-i), interleaved min(k,N+(N-2i-1)/C).
+Memory (bytes, on the rank with most parameters, R)
+    parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
+    gradients     wR+3cG/2      in bf16, MasterWeights makes temporary copies, of G gradients at a time
+    optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
 
-Sent (bytes that the busiest rank sends in a step of k microbatches; C 2 if interleaved, else 1)
-    send          min(2C,(2C-1)(N-1))kwbsh     F: its output, to the next stage; B: its input's gradient, back
-    For each microbatch that is 2C messages, but 2C-1 on the first and the last rank (of two: on both).
-    all-reduce    min(1,N-1)wvh                the gradients of the embedding, which is the head's weight too
+Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
+    send          min(2C,(2C-1)(N-1))kwbsh    outputs and gradients of C stages; C = 2 if interleaved, else 1
+    all-reduce    min(1,N-1)wvh               gradients of the embedding, which the head uses as its weight
 
 Run
     torchrun --nproc_per_node=2 pipeline.py --accum 8
     torchrun --nproc_per_node=8 pipeline.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Data parallelism beside it, creating each layer on its rank alone, messages of several tensors or shapes.
+    Errors here: messages of several tensors or shapes; gradients that add up over several step(); other
+    numbers of microbatches than the schedule has; a step() after one that failed.
+    Not handled: data parallelism beside it (see parallel_3d.py); creating each layer on its rank alone, so at
+    first every rank holds all of them; buffers, which unsplit() does not collect from other ranks.
 """
 
 import argparse
@@ -36,6 +47,7 @@ import os
 import sys
 import time
 from collections import defaultdict, deque, namedtuple
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -47,61 +59,73 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-Action = namedtuple("Action", "op stage microbatch")
-MAX_SENT = 4  # sends that have not been waited for
-NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's gradient to the one before
+Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward
+NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
+MAX_SENT = 4  # messages that a rank may keep because they have not arrived yet
 
 
-def build_schedule(name, n_ranks, n_microbatches, n_chunks=1):
-    """Each rank's Actions, in order. name: naive, gpipe, 1f1b, interleaved (n_chunks a rank, at least 2)."""
-    n_chunks = max(n_chunks, 2) if name == "interleaved" and n_ranks > 1 else 1
+def naive(rank, n_ranks, n_microbatches):
+    """One microbatch after the other, so that only one rank works at a time."""
+    return "FB" * n_microbatches
+
+
+def gpipe(rank, n_ranks, n_microbatches):
+    """All forwards, then all backwards."""
+    return "F" * n_microbatches + "B" * n_microbatches
+
+
+def one_f_one_b(rank, n_ranks, n_microbatches):
+    """1F1B: a backward runs as early as it can, because that frees its microbatch's activations."""
+    # Microbatch 0 has to reach the last rank before the first backward. Until then, run forwards alone.
+    n_warmup = min(n_ranks - 1 - rank, n_microbatches)
+    warmup = "F" * n_warmup
+    # From then on, no more microbatches get in flight.
+    steady = "FB" * (n_microbatches - n_warmup)
+    cooldown = "B" * n_warmup
+    return warmup + steady + cooldown
+
+
+def interleaved(rank, n_ranks, n_microbatches, n_chunks):
+    """1F1B with n_chunks stages on each rank, so that an idle turn is shorter. But more messages are sent."""
+    # The first n_ranks microbatches pass all of this rank's stages but the last. Then there is time for two
+    # more forwards for each later rank: microbatch 0 has yet to go there, and its gradient to come back.
+    n_forwards = n_chunks * n_microbatches
+    n_warmup = min((n_chunks - 1) * n_ranks + 2 * (n_ranks - 1 - rank), n_forwards)
+    return "F" * n_warmup + "FB" * (n_forwards - n_warmup) + "B" * n_warmup
+
+
+def in_groups(stages, n_ranks, n_microbatches):
+    """(stage, microbatch) in order: n_ranks microbatches pass stage after stage, then the next n_ranks do."""
+    passes = [(stage, j) for stage in stages for j in range(n_microbatches)]
+    return iter(sorted(passes, key=lambda each: each[1] // n_ranks))  # in a group the order stays
+
+
+def build_schedule(name, n_ranks, n_microbatches, n_chunks=2):
+    """Each rank's Actions, in order. n_chunks: how many stages a rank has if interleaved, and not alone."""
+    n_chunks = n_chunks if name == "interleaved" and n_ranks > 1 else 1
     assert n_chunks == 1 or n_microbatches % n_ranks == 0, "n_microbatches must be a multiple of n_ranks"
-    total = n_chunks * n_microbatches
+    functions = {
+        "naive": naive,
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved": partial(interleaved, n_chunks=n_chunks),
+    }
     schedule = []
     for rank in range(n_ranks):
-        warmup = {  # F before the first pair of F and B
-            "naive": 0,
-            "gpipe": n_microbatches,
-            "1f1b": n_ranks - 1 - rank,
-            "interleaved": 2 * (n_ranks - 1 - rank) + (n_chunks - 1) * n_ranks,
-        }[name]
-        actions = []
-        for turn in range(total + warmup):  # warmup: F alone; steady: F and B in turn; cooldown: B alone
-            for op, nth in (("F", turn), ("B", turn - warmup)):
-                if 0 <= nth < total:
-                    group, rest = divmod(nth, n_chunks * n_ranks)  # N pass chunk 0, then chunk 1, ...
-                    chunk, member = divmod(rest, n_ranks)
-                    if op == "B":
-                        chunk = n_chunks - 1 - chunk
-                    actions.append(Action(op, chunk * n_ranks + rank, group * n_ranks + member))
-        schedule.append(actions)
+        stages = range(rank, n_chunks * n_ranks, n_ranks)
+        passes = {"F": in_groups(stages, n_ranks, n_microbatches)}
+        passes["B"] = in_groups(reversed(stages), n_ranks, n_microbatches)
+        ops = functions[name](rank, n_ranks, n_microbatches)
+        schedule.append([Action(op, *next(passes[op])) for op in ops])
     return schedule
 
 
-def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
-    """Idle part of the time of the rank that takes longest, first action to last (arXiv 2401.10241, 5.3).
-    F takes t_f, B t_b (inputs) + t_w (weights), a message t_comm. It is here for site/book.py and tests."""
-    duration = {"F": t_f, "B": t_b + t_w}
-    arrival = defaultdict(float)  # {action: when what it needs is there}
-    before = None
-    while arrival != before:  # until nothing changes any more
-        before = arrival.copy()
-        longest = 0
-        for actions in schedule:
-            began = now = arrival[actions[0]]
-            for op, stage, j in actions:
-                now = max(now, arrival[op, stage, j]) + duration[op]
-                arrival[op, stage + NEXT[op], j] = now + t_comm
-            longest = max(longest, now - began)
-    return 1 - sum(duration[action.op] for action in schedule[0]) / longest
-
-
 def split_layers(layers, n_stages):
-    """Where each stage ends: near its equal share of the parameters (of memory, not time); none is empty."""
+    """Where each stage ends, so that all have a layer or more and about the same number of parameters."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     ends = []
     for end in range(1, len(layers)):
-        middle = sum(sizes[:end]) + sizes[end] / 2  # the middle of the next layer
+        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
         share = sum(sizes) * (len(ends) + 1) / n_stages
         if middle > share or len(layers) - end < n_stages - len(ends):
             ends.append(end)
@@ -109,98 +133,133 @@ def split_layers(layers, n_stages):
 
 
 class Pipeline(nn.Module):
-    """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
-    layers: modules, each called with the output of the one before; all stages pass tensors of one shape.
-    ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's."""
+    """Runs a schedule on layers split over all ranks. One microbatch after the other, a rank would do this:
 
-    def __init__(self, layers, ends, loss_function, schedule):
+        x = microbatch if is_first else receive(rank - 1)
+        output = layers(x.requires_grad_())
+        if is_last:
+            loss_function(output, target).backward()
+        else:
+            send(output, rank + 1)
+            output.backward(receive(rank + 1))
+        if not is_first:
+            send(x.grad, rank - 1)
+
+    The problem is that all other ranks wait meanwhile. So here forward and backward are two methods, which a
+    rank calls in the order of its schedule, and it starts to receive a message before it needs it.
+
+    layers: modules, each called with the output of the one before. ends: where each stage ends.
+    loss_function(output, target): a mean. message: a tensor like those that stages send; it may be on the
+    device meta. parameters() are those of this rank, for its optimizer."""
+
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        ends: list[int],
+        loss_function: Callable,
+        schedule: list,
+        message: torch.Tensor,
+    ):
         super().__init__()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.loss_function = loss_function
         self.actions = schedule[self.rank]
+        self.message = message
         self.last_stage = len(ends) - 1
-        self.stages = nn.ModuleList()
-        self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
-            rank = stage % self.world_size
-            module = nn.Sequential(*layers[start:end])
-            if rank == self.rank:
-                self.stages.append(module)
+        stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
+        self.stages = nn.ModuleList(stages[self.rank :: self.world_size])
+        self._share_parameters(stages)
+        # What NCCL needs. It runs the messages of a group one after the other, and no send may queue behind
+        # the receive of its answer: F and B have a group each. Two ranks connect at their first message, for
+        # which both wait. Receives posted early could then make ranks wait in a circle, so the first step
+        # posts none. Later steps post one. It occupies the GPU while it waits: more could leave no room.
+        # (F and B have two groups each, by the receiving stage, as two interleaved ranks send F both ways.)
+        self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
+        self.ahead = 0  # receives posted early
+        self.posted = deque()  # (work, buffer) of each receive
+        self.sent = deque()  # the work of each send
+        self.in_flight = None  # during a step {(stage, microbatch): what its backward needs}
+
+    def _share_parameters(self, stages):
+        """Start from rank 0's parameters, and keep those of this rank's stages."""
+        self.ranks_of = defaultdict(set)  # {parameter: the ranks whose stages have it}
+        for stage, module in enumerate(stages):
             for param in module.parameters():
-                self.ranks_of[param].add(rank)
-        self.ties = {}  # {parameter: the group that adds up its gradients}
+                self.ranks_of[param].add(stage % self.world_size)
+        # A parameter of several ranks is a tie, such as an embedding that is also the head. Each of its ranks
+        # computes a part of its gradient, and an all-reduce among them adds up the parts.
+        self.ties = {}
+        self.shapes = {}  # of the parameters that are not here
         for param, ranks in self.ranks_of.items():
             dist.broadcast(param.data, 0)
             if len(ranks) > 1:
-                self.ties[param] = dist.new_group(ranks)  # all ranks must call it
+                self.ties[param] = dist.new_group(ranks)
             if self.rank not in ranks:
-                param.untyped_storage().resize_(0)
-        # NCCL runs a group's messages between two ranks in order, so F and B have a group each. If 2 ranks
-        # interleave, both send F to the other: the parity of the receiving stage tells the directions apart.
-        self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
-        self.like = [None]  # a meta tensor, of the shape of all messages
-        self.posted = deque()  # (work, buffer)
-        self.sent = deque()
-        self.ahead = 0  # receives posted early; none in step 1: at a pair's first, on NCCL, both ranks wait
+                self.ties.pop(param, None)
+                self.shapes[param] = param.shape
+                param.data = param.new_empty(0)  # frees it
 
     def step(self, inputs, targets):
-        """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
+        """Forward and backward of a batch, as lists of microbatches. Returns its mean loss, on every rank."""
+        self._check_step(inputs, targets)
+        self.inputs, self.targets = inputs, targets
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-        origin = {"F": 0, "B": self.last_stage}  # where nothing is received
-        self.to_post = deque(action for action in self.actions if action.stage != origin[action.op])
-        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge keeps no output
+        self.in_flight = {}
+        self.to_post = deque(filter(self._needs_message, self.actions))
         for op, stage, j in self.actions:
-            if op == "F":
-                x = inputs[j] if stage == 0 else self._receive().requires_grad_()
-                output = self.stages[stage // self.world_size](x)
-                if stage == self.last_stage:
-                    output = self.loss_function(output, targets[j]) / len(targets)  # as gradients add up
-                    self.loss += output.detach()
-                else:
-                    self._send("F", stage + 1, output.detach())
-                    output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): for frozen layers
-                in_flight[stage, j] = x, output
-            else:
-                x, output = in_flight.pop((stage, j))
-                gradient = None if stage == self.last_stage else self._receive()
-                torch.autograd.backward(output, gradient)
-                del output, gradient  # else the graph holds x during the next forward
-                if stage > 0:
-                    self._send("B", stage - 1, x.grad)
-        self._finish()
-        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
-        return self.loss
-
-    def _finish(self):
+            run = self._forward if op == "F" else self._backward
+            run(stage, j)
         while self.sent:
             self.sent.popleft().wait()
-        for param, ranks in self.ranks_of.items():
-            if self.rank in ranks and param.requires_grad:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                if param in self.ties:
-                    dist.all_reduce(param.grad, group=self.ties[param])
+        for param in self.parameters():
+            if param.requires_grad and param.grad is None:  # no microbatch has used it here
+                param.grad = torch.zeros_like(param)
+        for param, group in self.ties.items():
+            if param.requires_grad:
+                dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
+        self.ahead = 1
+        self.in_flight = None
+        return self.loss
 
-    def _receive(self):  # no tags: both ends walk the same order, so the n-th send meets the n-th receive
-        if self.like[0] is None:
-            dist.broadcast_object_list(self.like, 0, device=self.loss.device)
+    def _forward(self, stage, j):
+        x = self.inputs[j] if stage == 0 else self._receive().requires_grad_()
+        output = self.stages[stage // self.world_size](x)
+        if stage == self.last_stage:
+            output = self.loss_function(output, self.targets[j]) / len(self.targets)  # as gradients add up
+            self.loss += output.detach()
+        else:
+            self._send("F", stage + 1, output.detach())
+            # Backward can start at the output's edge in the graph, which does not keep the output's memory.
+            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): if all layers are frozen
+        self.in_flight[stage, j] = x, output
+
+    def _backward(self, stage, j):
+        x, output = self.in_flight.pop((stage, j))
+        gradient = None if stage == self.last_stage else self._receive()
+        torch.autograd.backward(output, gradient)
+        if stage > 0:
+            self._send("B", stage - 1, x.grad)
+
+    def _needs_message(self, action):
+        return 0 <= action.stage - NEXT[action.op] <= self.last_stage
+
+    def _receive(self):
+        """Wait for the message that this action needs. Start to receive the next one, too."""
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
-            buffer = torch.empty_like(self.like[0], device=self.loss.device)
             sender = (stage - NEXT[op]) % self.world_size
-            self.posted.append((dist.irecv(buffer, sender, self.groups[op][stage % 2]), buffer))
+            buffer = torch.empty_like(self.message, device=self.loss.device)
+            # No tags: both ends follow the same order.
+            work = dist.irecv(buffer, sender, self.groups[op][stage % 2])
+            self.posted.append((work, buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
 
     def _send(self, op, stage, tensor):
-        if self.like[0] is None:  # rank 0's first output, for which the others wait above
-            self.like[0] = tensor.contiguous().to("meta")
-            dist.broadcast_object_list(self.like, 0, device=self.loss.device)
-        if tensor.shape != self.like[0].shape:
-            raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")
+        self._check_message(tensor)
         self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op][stage % 2]))
         if len(self.sent) > MAX_SENT:
             self.sent.popleft().wait()  # frees the tensor; a rank too far ahead waits here
@@ -208,43 +267,45 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        squares = torch.zeros_like(self.loss)
-        for param, ranks in self.ranks_of.items():
-            if param.grad is not None and self.rank == min(ranks):  # a tied one counts once
-                squares += param.grad.square().sum(dtype=torch.float64)
+        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # so that there is one, if all are frozen
+        for param in self.parameters():
+            if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
+                grads.append(param.grad)
+        norms = torch._foreach_norm(grads, dtype=torch.float64)
+        squares = torch.stack(norms).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm.to(grads[0]))
         return norm
 
     def unsplit(self):
-        """Give all ranks all layers."""
+        """Give all ranks all layers, to save or to evaluate them. All ranks must call it."""
         for param, ranks in self.ranks_of.items():
-            param.untyped_storage().resize_(param.nbytes)
+            if param in self.shapes:
+                param.data = param.new_empty(self.shapes[param])
             dist.broadcast(param.data, min(ranks))
+
+    # Guards against what would hang, or go wrong silently. A reader may stop here.
+
+    def _check_step(self, inputs, targets):
+        own = {action.stage for action in self.actions}
+        k = 1 + self.actions[-1].microbatch
+        assert own == set(range(self.rank, self.last_stage + 1, self.world_size)), (
+            "the schedule is for other ranks, or other stages than ends"
+        )
+        assert len(inputs) == len(targets) == k, f"{len(inputs)} microbatches, but the schedule has {k}"
+        assert self.in_flight is None, "a step() failed, and its messages may still come: restart all ranks"
+        assert all(param.grad is None for param in self.parameters()), "call zero_grad() before step()"
+
+    def _check_message(self, tensor):
+        expected = self.message
+        assert tensor.shape == expected.shape, f"a message of {tensor.shape}, not {expected.shape}"
+        assert tensor.dtype == expected.dtype, f"a message in {tensor.dtype}, not {expected.dtype}"
 
 
 class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h) -> (b, s, h)
     def forward(self, x):
         return x + self[0].weight[: x.shape[1]]
-
-
-class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
-
-    @torch.no_grad()
-    def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
 
 
 def train(config):
@@ -260,7 +321,9 @@ def train(config):
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
     head.weight = model.tokens.weight
     layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
-    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule)
+    shape = config.batch // config.accum, config.context, config.width
+    message = torch.empty(shape, dtype=DTYPES[config.dtype], device="meta")
+    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule, message)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
         optimizer_class = partial(MasterWeights, optimizer_class)
@@ -284,6 +347,24 @@ def parse(arguments=None):
     own.add_argument("--schedule", default="1f1b", choices=("naive", "gpipe", "1f1b", "interleaved"))
     DEFAULTS["accum"] = 4  # the default of --accum
     return read_flags(arguments, own)
+
+
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
+
+    @torch.no_grad()
+    def step(self):
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
+            optimizer.step()
+            master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 # ==== toy model: the same lines in every lesson ====

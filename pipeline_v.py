@@ -1,35 +1,43 @@
-"""Pipelines in the shape of a V: as zero_bubble.py, down one side of the ranks and up the other.
+"""Pipelines in the shape of a V: as zero_bubble.py, but stages go down the ranks and up again.
 
 Idea
-    Of 2N stages rank i has stages i and 2N-1-i. A microbatch goes down to the last rank, turns there without
-    a message, and comes up to rank 0, which computes the loss. B retraces the path. All ranks hold equally
-    many activations, as many as 1F1B's first rank, and with W as in zero_bubble.py no rank idles between its
-    first action and its last, if F = B = W: ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV (half
-    of DualPipe, arXiv 2412.19437, 3.2.1) puts an F beside each B of the other stage: GPUs may overlap them.
+    With two stages on each rank, rank i of N has the stages i and 2N-1-i. A microbatch goes down to the last
+    rank, turns there without a message, and comes up to rank 0, which computes the loss. B goes the same way
+    back. So rank 0 has the embedding and the head, and their common weight needs no all-reduce.
 
-Timeline (zb-v, 4 ranks, the first turns; small letters: the stage on the way up; . is idle)
+    With W as in zero_bubble.py, no rank is idle between its first action and its last if F, B and W take a
+    turn each: ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV, which Sea AI Lab made of a half of
+    DualPipe (arXiv 2412.19437, section 3.2.1), puts an F beside a B of the other stage, so that a GPU may
+    overlap the two. It is idle for N-1 turns. On rank i, with k microbatches:
+
+                   in flight, of both stages
+      zb-v         min(2k,k+i+1,2N)       as many activations on each rank as on 1f1b's first rank
+      dualpipe-v   min(2k,k+i+1,2N+1)
+
+Timeline (zb-v on 4 ranks, the first turns; f, b and w are those of the stage on the way up; . is idle)
     rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 F7 B0 W0 f4 b4 w4 B1 W1 f5 b5 w5
     rank 1 | .  F0 F1 F2 F3 F4 f0 F5 f1 b0 w0 f2 b1 w1 f3 b2 w2 F6 B0 W0 f4 b3 w3 F7 B1 W1 f5 b4 w4 B2
     rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 B0 W0 f4 b2 w2 F6 B1 W1 f5 b3 w3 F7 B2 W2
     rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 f4 b1 w1 F5 B1 W1 f5 b2 w2 F6 B2 W2 f6 b3
 
-Memory (bytes; R the largest rank's parameters, at least P/N; other letters: docs/formulas.md)
-    parameters    (w+c)R      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
-    gradients     wR+3cG/2    copies of G at a time, in bf16 and fp32: see MasterWeights
-    optimizer     KR          K the moments: AdamW 8, in fp64 16; SGD 0
-    In flight on rank i, in both stages: zb-v min(2k,k+i+1,2N), dualpipe-v min(2k,k+i+1,2N+1); k microbatches.
+Memory (bytes, on the rank with most parameters, R)
+    parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
+    gradients     wR+3cG/2      in bf16, MasterWeights makes temporary copies, of G gradients at a time
+    optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
+    From B to W a microbatch keeps two tensors for each linear layer: its input, and its output's gradient.
 
-Sent (bytes that the busiest rank sends in a step of k microbatches)
-    send          min(4,2N-2)kwbsh             twice what zero_bubble.py sends: there are twice as many stages
-    From a rank's first action to its last it idles 0 turns in zb-v, N-1 in dualpipe-v: as published, with F&B
-    for such a pair as one action and B for a whole backward, (N-1)(F&B+B-3W).
+Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s tokens, width h)
+    send          min(4,2N-2)kwbsh           outputs and gradients of two stages
 
 Run
     torchrun --nproc_per_node=2 pipeline_v.py --accum 8
     torchrun --nproc_per_node=8 pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    All that zero_bubble.py leaves out; overlapping F with B; more than two stages on a rank.
+    Errors here: messages of several tensors or shapes; gradients that add up over several step(); other
+    numbers of microbatches than the schedule has; a step() after one that failed.
+    Not handled: what zero_bubble.py does not handle; overlapping F with B, so that DualPipeV is slower than
+    published; more than two stages on a rank.
 """
 
 import argparse
@@ -37,6 +45,7 @@ import os
 import sys
 import time
 from collections import defaultdict, deque, namedtuple
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -48,9 +57,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-Action = namedtuple("Action", "op stage microbatch")
-MAX_SENT = 4  # times N: sends that have not been waited for. With few, ranks wait for one another
-NEXT = {"F": 1, "B": -1}  # forward's output goes to the next stage, backward's gradient to the one before
+Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward, W of weights
+NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
+MAX_SENT = 4  # times N: messages that a rank may keep until they arrive; with fewer, ranks wait for others
 
 
 def phases_of(name, rank, n_ranks, n_microbatches):
@@ -91,39 +100,18 @@ def build_schedule(name, n_ranks, n_microbatches):
                     begun[what] += 1
                 if what[0] == "B":
                     later.append((stage, j))
-                if j < n_microbatches:  # a short step leaves out what there is no microbatch for
+                if j < n_microbatches:  # with few microbatches, some of the phases have nothing to do
                     actions.append(Action(what[0], stage, j))
         schedule.append(actions)
     return schedule
 
 
-def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
-    """Idle part of the time of the rank that takes longest, first action to last. For site/book.py, tests."""
-    duration = {"F": t_f, "B": t_b, "W": t_w}
-    last_stage = 2 * len(schedule) - 1
-    arrival = defaultdict(float)  # {action: when what it needs is there}
-    before = None
-    while arrival != before:  # until nothing changes any more
-        before = arrival.copy()
-        longest = 0
-        for actions in schedule:
-            began = now = arrival[actions[0]]
-            for op, stage, j in actions:
-                now = max(now, arrival[op, stage, j]) + duration[op]
-                if op in NEXT:
-                    after = stage + NEXT[op]
-                    turns = stage + after == last_stage  # on the last rank
-                    arrival[op, after, j] = now if turns else now + t_comm
-            longest = max(longest, now - began)
-    return 1 - sum(duration[action.op] for action in schedule[0]) / longest
-
-
 def split_layers(layers, n_stages):
-    """Where each stage ends: near its equal share of the parameters (of memory, not time); none is empty."""
+    """Where each stage ends, so that all have a layer or more and about the same number of parameters."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     ends = []
     for end in range(1, len(layers)):
-        middle = sum(sizes[:end]) + sizes[end] / 2  # the middle of the next layer
+        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
         share = sum(sizes) * (len(ends) + 1) / n_stages
         if middle > share or len(layers) - end < n_stages - len(ends):
             ends.append(end)
@@ -131,173 +119,210 @@ def split_layers(layers, n_stages):
 
 
 def deferred_linear(later, layer, x):
-    """A linear layer whose backward leaves out W, and appends its two factors to later[-1]."""
-    output = F.linear(x, layer.weight.detach(), layer.bias).requires_grad_()  # if all is frozen
-    output.register_hook(lambda grad: later[-1].append((layer.weight, grad, x.detach())))
+    """A linear layer, x @ weight.t(), whose backward is only B. Autograd, which does B and W at once, is not
+    told of the weight. A hook, which gets the output's gradient, appends what W needs to later[-1]."""
+    output = nn.functional.linear(x, layer.weight.detach(), layer.bias)
+    if layer.weight.requires_grad:
+        output.requires_grad_()  # even if neither x nor the bias needs a gradient
+        output.register_hook(lambda grad: later[-1].append((layer.weight, grad, x.detach())))
     return output
 
 
 class Pipeline(nn.Module):
-    """Runs a schedule over layers that are split over all ranks, which all start with rank 0's weights.
-    layers: modules, each called with the output of the one before: between stages one tensor, of one shape.
-    ends: where stages end. loss_function(output, target): a mean. parameters() are this rank's."""
+    """Runs a schedule on layers split over all ranks. One microbatch after the other, a rank would do this:
 
-    def __init__(self, layers, ends, loss_function, schedule):
+        x = microbatch if is_first else receive(rank - 1)
+        output = layers(x.requires_grad_())
+        if is_last:
+            loss_function(output, target).backward()
+        else:
+            send(output, rank + 1)
+            output.backward(receive(rank + 1))
+        if not is_first:
+            send(x.grad, rank - 1)
+
+    The problem is that all other ranks wait meanwhile. So here forward and backward are two methods, which a
+    rank calls in the order of its schedule, and it starts to receive a message before it needs it.
+
+    layers: modules, each called with the output of the one before. ends: where each stage ends.
+    loss_function(output, target): a mean. message: a tensor like those that stages send; it may be on the
+    device meta. parameters() are those of this rank, for its optimizer."""
+
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        ends: list[int],
+        loss_function: Callable,
+        schedule: list,
+        message: torch.Tensor,
+    ):
         super().__init__()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.loss_function = loss_function
         self.actions = schedule[self.rank]
+        self.message = message
         self.last_stage = len(ends) - 1
-        self.stages = nn.ModuleList()
-        self.ranks_of = defaultdict(set)  # {parameter: the ranks that need it}
-        for stage, (start, end) in enumerate(zip([0, *ends], ends)):
-            rank = self._rank_of(stage)
-            module = nn.Sequential(*layers[start:end])
-            if rank == self.rank:
-                self.stages.append(module)
-            for param in module.parameters():
-                self.ranks_of[param].add(rank)
-        self.later = deque()  # what microbatches keep from B to W: [(weight, output's gradient, input)]
+        stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
+        self.stages = nn.ModuleList([stages[self.rank], stages[-1 - self.rank]])
+        self._share_parameters(stages)
+        self.later = deque()  # of each microbatch between B and W: [(weight, output's gradient, input)]
         for layer in self.modules():
-            if type(layer) is nn.Linear and layer.weight.requires_grad:
+            if type(layer) is nn.Linear:
                 layer.forward = partial(deferred_linear, self.later, layer)
-        self.ties = {}  # {parameter: the group that adds up its gradients}
+        # What NCCL needs. It runs the messages of a group one after the other, and no send may queue behind
+        # the receive of its answer: F and B have a group each. Two ranks connect at their first message, for
+        # which both wait. Receives posted early could then make ranks wait in a circle, so the first step
+        # posts none. Later steps post one. It occupies the GPU while it waits: more could leave no room.
+        # (F and B have two groups each, as they go down on one side of the V and up on the other.)
+        self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
+        self.ahead = 0  # receives posted early
+        self.posted = deque()  # (work, buffer) of each receive
+        self.sent = deque()  # the work of each send
+        self.in_flight = None  # during a step {(stage, microbatch): what its backward needs}
+
+    def _rank_of(self, stage):
+        return min(stage, self.last_stage - stage)
+
+    def _share_parameters(self, stages):
+        """Start from rank 0's parameters, and keep those of this rank's stages."""
+        self.ranks_of = defaultdict(set)  # {parameter: the ranks whose stages have it}
+        for stage, module in enumerate(stages):
+            for param in module.parameters():
+                self.ranks_of[param].add(self._rank_of(stage))
+        # A parameter of several ranks is a tie, such as an embedding that is also the head. Each of its ranks
+        # computes a part of its gradient, and an all-reduce among them adds up the parts.
+        self.ties = {}
+        self.shapes = {}  # of the parameters that are not here
         for param, ranks in self.ranks_of.items():
             dist.broadcast(param.data, 0)
             if len(ranks) > 1:
-                self.ties[param] = dist.new_group(ranks)  # all ranks must call it
+                self.ties[param] = dist.new_group(ranks)
             if self.rank not in ranks:
-                param.untyped_storage().resize_(0)
-        self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}  # each a queue on NCCL
-        self.like = [None]  # a meta tensor, of the shape of all messages
-        self.posted = deque()  # (work, buffer)
-        self.sent = deque()
-        self.ahead = 0  # receives posted early; none in step 1: at a pair's first, on NCCL, both ranks wait
+                self.ties.pop(param, None)
+                self.shapes[param] = param.shape
+                param.data = param.new_empty(0)  # frees it
 
     def step(self, inputs, targets):
-        """Forward and backward of a batch, lists of microbatches. Returns its mean loss, on every rank."""
+        """Forward and backward of a batch, as lists of microbatches. Returns its mean loss, on every rank."""
+        self._check_step(inputs, targets)
+        self.inputs, self.targets = inputs, targets
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
+        self.in_flight = {}
+        self.turned = {}  # {op: what the last rank has for the next F or B, of its other stage}
         self.to_post = deque(filter(self._needs_message, self.actions))
-        self.turned = {}  # {op: what the last rank passes on to its other stage}
-        in_flight = {}  # {(stage, microbatch): (input, loss or edge)}; an edge keeps no output
         for op, stage, j in self.actions:
-            if op == "F":
-                x = inputs[j] if stage == 0 else self._receive(op, stage).requires_grad_()
-                output = self.stages[stage // self.world_size](x)
-                if stage == self.last_stage:
-                    output = self.loss_function(output, targets[j]) / len(targets)  # as gradients add up
-                    self.loss += output.detach()
-                else:
-                    self._send("F", stage + 1, output.detach())
-                    output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): for frozen layers
-                in_flight[stage, j] = x, output
-            elif op == "B":
-                self.later.append([])  # which backward fills
-                x, output = in_flight.pop((stage, j))
-                gradient = None if stage == self.last_stage else self._receive(op, stage)
-                torch.autograd.backward(output, gradient)
-                del output, gradient  # else the graph's hooks hold x during the next forward
-                if stage > 0:
-                    self._send("B", stage - 1, x.grad)
-            else:
-                self._weight_gradients()
-        self._finish()
-        self.ahead = 1  # a receive on NCCL is a kernel that spins: more could keep compute from the GPU
+            run = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}[op]
+            run(stage, j)
+        while self.sent:
+            self.sent.popleft().wait()
+        for param in self.parameters():
+            if param.requires_grad and param.grad is None:  # no microbatch has used it here
+                param.grad = torch.zeros_like(param)
+        for param, group in self.ties.items():
+            if param.requires_grad:
+                dist.all_reduce(param.grad, group=group)
+        dist.all_reduce(self.loss)
+        self.ahead = 1
+        self.in_flight = None
         return self.loss
 
-    def _weight_gradients(self):  # W of the oldest microbatch
-        for weight, grad, x in self.later.popleft():
+    def _forward(self, stage, j):
+        x = self.inputs[j] if stage == 0 else self._receive("F").requires_grad_()
+        output = self.stages[stage // self.world_size](x)
+        if stage == self.last_stage:
+            output = self.loss_function(output, self.targets[j]) / len(self.targets)  # as gradients add up
+            self.loss += output.detach()
+        else:
+            self._send("F", stage + 1, output.detach())
+            # Backward can start at the output's edge in the graph, which does not keep the output's memory.
+            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): if all layers are frozen
+        self.in_flight[stage, j] = x, output
+
+    def _backward(self, stage, j):
+        self.later.append([])  # which the hooks of deferred_linear fill
+        x, output = self.in_flight.pop((stage, j))
+        gradient = None if stage == self.last_stage else self._receive("B")
+        torch.autograd.backward(output, gradient)
+        if stage > 0:
+            self._send("B", stage - 1, x.grad)
+
+    def _weight_gradients(self, stage, j):
+        for weight, grad, x in self.later.popleft():  # of the oldest microbatch, which is j
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             weight.grad.addmm_(grad.flatten(0, -2).t(), x.flatten(0, -2))
 
-    def _finish(self):
-        while self.sent:
-            self.sent.popleft().wait()
-        for param, ranks in self.ranks_of.items():
-            if self.rank in ranks and param.requires_grad:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                if param in self.ties:
-                    dist.all_reduce(param.grad, group=self.ties[param])
-        dist.all_reduce(self.loss)
-
-    def _rank_of(self, stage):
-        return min(stage, self.last_stage - stage)  # -1: there is no such stage
-
     def _needs_message(self, action):
-        return self._rank_of(action.stage - NEXT.get(action.op, 0)) not in (self.rank, -1)
+        return self._rank_of(action.stage - NEXT.get(action.op, 0)) not in (self.rank, -1)  # -1: no stage
 
-    def _receive(self, op, stage):  # no tags: both ends walk one order: the n-th send meets the n-th receive
-        if self._rank_of(stage - NEXT[op]) == self.rank:
+    def _receive(self, op):
+        """Wait for the message that this action needs. Start to receive the next one, too."""
+        if op in self.turned:
             return self.turned.pop(op)
-        if self.like[0] is None:
-            dist.broadcast_object_list(self.like, 0, device=self.loss.device)
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
-            buffer = torch.empty_like(self.like[0], device=self.loss.device)
-            group = self.groups[op][stage // self.world_size]
-            self.posted.append((dist.irecv(buffer, self._rank_of(stage - NEXT[op]), group), buffer))
+            sender = self._rank_of(stage - NEXT[op])
+            buffer = torch.empty_like(self.message, device=self.loss.device)
+            # No tags: both ends follow the same order.
+            work = dist.irecv(buffer, sender, self.groups[op][stage // self.world_size])
+            self.posted.append((work, buffer))
         work, buffer = self.posted.popleft()
         work.wait()
         return buffer
 
     def _send(self, op, stage, tensor):
-        rank = self._rank_of(stage)
-        if rank == self.rank:
+        self._check_message(tensor)
+        if self._rank_of(stage) == self.rank:
             self.turned[op] = tensor
             return
-        if self.like[0] is None:  # rank 0's first output, for which the others wait above
-            self.like[0] = tensor.contiguous().to("meta")
-            dist.broadcast_object_list(self.like, 0, device=self.loss.device)
-        if tensor.shape != self.like[0].shape:
-            raise ValueError(f"a message of {tensor.shape}: must be {self.like[0].shape}, as before")
         group = self.groups[op][stage // self.world_size]
-        self.sent.append(dist.isend(tensor.contiguous(), rank, group))
+        self.sent.append(dist.isend(tensor.contiguous(), self._rank_of(stage), group))
         if len(self.sent) > MAX_SENT * self.world_size:
             self.sent.popleft().wait()  # frees the tensor; a rank too far ahead waits here
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        squares = torch.zeros_like(self.loss)
-        for param, ranks in self.ranks_of.items():
-            if param.grad is not None and self.rank == min(ranks):  # a tied one counts once
-                squares += param.grad.square().sum(dtype=torch.float64)
+        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # so that there is one, if all are frozen
+        for param in self.parameters():
+            if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
+                grads.append(param.grad)
+        norms = torch._foreach_norm(grads, dtype=torch.float64)
+        squares = torch.stack(norms).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm.to(grads[0]))
         return norm
 
     def unsplit(self):
-        """Give all ranks all layers."""
+        """Give all ranks all layers, to save or to evaluate them. All ranks must call it."""
         for param, ranks in self.ranks_of.items():
-            param.untyped_storage().resize_(param.nbytes)
+            if param in self.shapes:
+                param.data = param.new_empty(self.shapes[param])
             dist.broadcast(param.data, min(ranks))
+
+    # Guards against what would hang, or go wrong silently. A reader may stop here.
+
+    def _check_step(self, inputs, targets):
+        own = {action.stage for action in self.actions}
+        k = 1 + self.actions[-1].microbatch
+        assert own == {self.rank, self.last_stage - self.rank}, (
+            "the schedule is for other ranks, or other stages than ends"
+        )
+        assert len(inputs) == len(targets) == k, f"{len(inputs)} microbatches, but the schedule has {k}"
+        assert self.in_flight is None, "a step() failed, and its messages may still come: restart all ranks"
+        assert all(param.grad is None for param in self.parameters()), "call zero_grad() before step()"
+
+    def _check_message(self, tensor):
+        expected = self.message
+        assert tensor.shape == expected.shape, f"a message of {tensor.shape}, not {expected.shape}"
+        assert tensor.dtype == expected.dtype, f"a message in {tensor.dtype}, not {expected.dtype}"
 
 
 class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h) -> (b, s, h)
     def forward(self, x):
         return x + self[0].weight[: x.shape[1]]
-
-
-class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
-
-    @torch.no_grad()
-    def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
 
 
 def train(config):
@@ -311,7 +336,9 @@ def train(config):
     head.weight = model.tokens.weight
     layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
     layers[-2:-2] = [nn.Identity()] * (n_stages - len(layers))  # stages that pass on what they get
-    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule)
+    shape = config.batch // config.accum, config.context, config.width
+    message = torch.empty(shape, dtype=DTYPES[config.dtype], device="meta")
+    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule, message)
     optimizer_class = OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
         optimizer_class = partial(MasterWeights, optimizer_class)
@@ -333,8 +360,26 @@ def train(config):
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--schedule", default="zb-v", choices=("zb-v", "dualpipe-v"))
-    DEFAULTS["accum"] = 4  # by default
+    DEFAULTS["accum"] = 4  # the default of --accum
     return read_flags(arguments, own)
+
+
+class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+    def __init__(self, optimizer_class, params, **options):
+        self.groups = []
+        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
+            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
+            self.groups.append((group, master, optimizer_class([master], **options)))
+
+    @torch.no_grad()
+    def step(self):
+        for params, master, optimizer in self.groups:
+            grads = [param.grad for param in params]
+            master.grad = nn.utils.parameters_to_vector(grads).float()
+            optimizer.step()
+            master.grad = None
+            parts = torch._utils._unflatten_dense_tensors(master, params)
+            torch._foreach_copy_(params, parts)
 
 
 # ==== toy model: the same lines in every lesson ====

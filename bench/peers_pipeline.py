@@ -28,7 +28,9 @@ class Pipelined(Peer):
         schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
         n_stages = 1 + max(action.stage for actions in schedule for action in actions)
         ends = lesson.split_layers(layers, n_stages)
-        pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule)
+        shape = config.batch // config.accum, config.context, config.width
+        message = torch.empty(shape, dtype=lesson.DTYPES[config.dtype], device="meta")
+        pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule, message)
         pipe.loss = torch.zeros((), dtype=torch.float64, device=device)
         stages = [
             pipelining.PipelineStage(module, stage, n_stages, device)

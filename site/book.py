@@ -32,6 +32,7 @@ from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = str(ROOT), str(ROOT / "tools")
+from bubble import bubble_rate  # noqa: E402
 from letters import evaluate, letters_of  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
@@ -202,7 +203,7 @@ def explored(lesson, name, stages, microbatches, chunks):
             alive.append(alive[-1] + (op == "F") - (op == last))
         ranks.append(" ".join(words).replace(".0 ", " ").removesuffix(".0"))
         in_flight.append(max(alive))
-    return {"idle": round(lesson.bubble_rate(schedule, 1, 1, 1), 6), "inFlight": in_flight, "ranks": ranks}
+    return {"idle": round(bubble_rate(schedule, 1, 1, 1), 6), "inFlight": in_flight, "ranks": ranks}
 
 
 def explorer_data():

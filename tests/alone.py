@@ -154,10 +154,6 @@ class Rank:
 
     def broadcast_object_list(self, objects, src=None, group=None, device=None):
         self.objects("broadcast_object_list", group, device)
-        if objects[0] is None and hasattr(self.lesson, "Pipeline"):  # the shape of its messages
-            config = self.config
-            shape = config.batch // config.accum, config.context, config.width
-            objects[0] = torch.empty(shape, dtype=self.lesson.DTYPES[config.dtype], device="meta")
 
     def join(self, init, backend, **_):
         init(f"cpu:fake,{self.device}:fake", store=FakeStore(), rank=self.rank, world_size=self.size)

@@ -262,7 +262,7 @@ ORDER = [
     ("pipeline pipeline_v", '{op: [dist.new_group(), dist.new_group()] for op in "FB"}', ONE_GROUP, WAIT),
     ("pipeline_v", "[dist.new_group(), dist.new_group()]", "[dist.new_group()] * 2", WAIT),
     ("zero_bubble", '{op: dist.new_group() for op in "FB"}', 'dict.fromkeys("FB", dist.new_group())', WAIT),
-    ("pipeline zero_bubble", "self.ahead = 1 ", "self.ahead = 4 ", WAIT),
+    ("pipeline zero_bubble", "self.ahead = 1\n", "self.ahead = 4\n", WAIT),
     ("zero_bubble", "self.world_size, self.groups[op]", f"self.world_size, {OTHER_GROUP}", WAIT),
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),

@@ -74,7 +74,7 @@ def check_schedules(name):
                 assert sent == needed, "messages come in another order than they are needed"
 
 
-PUBLISHED = [  # arXiv 2401.10241, table 5
+PUBLISHED = [  # arXiv 2401.10241: times of table 9, rates of table 5
     (24, 18.522, 18.086, 9.337, 0.601, "0.2431", "0.1585", "0.1083"),
     (32, 18.513, 18.086, 9.331, 0.626, "0.1985", "0.1242", "0.0837"),
     (64, 18.546, 18.097, 9.321, 0.762, "0.1240", "0.0674", "0.0444"),
@@ -82,13 +82,16 @@ PUBLISHED = [  # arXiv 2401.10241, table 5
 
 
 def check_bubbles(name):
-    """Rates are the published ones to every digit, and the closed forms."""
+    """Rates are the published ones to every digit, and the closed forms, for a lesson or for a bubble.py."""
+    of_tool = Path(name).stem == "bubble"
+    bubble_rate = load(name if of_tool else "tools/bubble").bubble_rate
+    name = "zero_bubble" if of_tool else name
     lesson, names = load(name), SCHEDULES[Path(name).stem]
     for m, t_f, t_b, t_w, t_comm, *rates in PUBLISHED:
         for schedule_name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates):
             if schedule_name in names:
                 schedule = lesson.build_schedule(schedule_name, 8, m)
-                found = f"{lesson.bubble_rate(schedule, t_f, t_b, t_w, t_comm):.4f}"
+                found = f"{bubble_rate(schedule, t_f, t_b, t_w, t_comm):.4f}"
                 assert found == rate, f"{schedule_name}: not the published rate, but {found}"
     for schedule_name, p, rounds, t_w in itertools.product(names, (2, 4), (2, 3), (0.5, 1)):
         t_f, t_b, m = 1, 1, rounds * p
@@ -96,7 +99,7 @@ def check_bubbles(name):
         idle = {"naive": (p - 1) * ideal, "interleaved": (p - 1) * (t_f + t_b + t_w) / 2}
         idle |= {"zb-h1": (p - 1) * (t_f + t_b - t_w), "zb-h2": (p - 1) * (t_f + t_b - 2 * t_w)}
         expected = idle.get(schedule_name, (p - 1) * (t_f + t_b + t_w))
-        rate = lesson.bubble_rate(lesson.build_schedule(schedule_name, p, m), t_f, t_b, t_w)
+        rate = bubble_rate(lesson.build_schedule(schedule_name, p, m), t_f, t_b, t_w)
         assert abs(rate - expected / (ideal + expected)) < 1e-9, f"{schedule_name}: not the closed form"
 
 
@@ -153,7 +156,8 @@ def train_layers(name, schedule_name, ends, frozen):
             param.add_(dist.get_rank())  # all ranks must start with rank 0's
     lesson = load(name)
     schedule = lesson.build_schedule(schedule_name, dist.get_world_size(), 4)
-    pipe = lesson.Pipeline(list(layers), ends, F.mse_loss, schedule)
+    message = torch.empty(3, 6, dtype=torch.float64, device="meta")
+    pipe = lesson.Pipeline(list(layers), ends, F.mse_loss, schedule, message)
     freed = [param for param in layers.parameters() if param.untyped_storage().nbytes() == 0]
     assert freed, "a rank holds what others need"
     optimizer = torch.optim.SGD([*pipe.parameters(), *plain.parameters()], lr=0.1, momentum=0.9)
@@ -166,8 +170,6 @@ def train_layers(name, schedule_name, ends, frozen):
         assert abs(pipe.clip_grad_norm_(0.1) - norm) < 1e-12, "gradient norms differ"
         optimizer.step()
         optimizer.zero_grad()
-    said = error_of(lambda: pipe._send("F", 1 + 2 * dist.get_rank(), torch.ones(2, 6)))
-    assert "[2, 6]" in said and "[3, 6]" in said, f"a message of another shape: {said}"
     pipe.unsplit()
     assert apart(layers.state_dict(), plain.state_dict()) < 1e-9, "weights differ"
 
@@ -190,8 +192,10 @@ def check_held_by(name, schedule_name, m=9):
     layers = [nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 4)) for _ in range(2 * size)]
     schedule = lesson.build_schedule(schedule_name, size, m)
     n_stages = 1 + max(action.stage for actions in schedule for action in actions)
-    pipe = lesson.Pipeline(layers, lesson.split_layers(layers, n_stages), F.mse_loss, schedule)
+    message = torch.empty(8, 4, device="meta")
+    pipe = lesson.Pipeline(layers, lesson.split_layers(layers, n_stages), F.mse_loss, schedule, message)
     pipe.step(*torch.randn(2, m, 8, 4))
+    pipe.zero_grad()
     inputs, outputs = weakref.WeakSet(), weakref.WeakSet()
 
     def note(module, args, output):
@@ -219,35 +223,78 @@ def check_held(name):
         check_held_by(name, schedule)
 
 
-test_each_promise_is_kept = holds(SCHEDULES, check_schedules, check_bubbles, check_layers, check_held)
+def make_pipe(name, more_stages=0):
+    """A Pipeline whose schedule is for 4 microbatches, on 2 ranks."""
+    lesson = load(name)
+    schedule = lesson.build_schedule((SCHEDULES | V)[Path(name).stem][-1], 2, 4)
+    n_stages = 1 + max(action.stage for actions in schedule for action in actions) + more_stages
+    layers = [nn.Linear(6, 6) for _ in range(n_stages)]
+    message = torch.empty(3, 6, device="meta")
+    return lesson.Pipeline(layers, [*range(1, n_stages + 1)], F.mse_loss, schedule, message)
+
+
+@on_ranks(2)
+def check_guards(name):
+    """What would hang, or go wrong silently, is an error that says what to do."""
+    pipe = make_pipe(name)
+    batch = torch.randn(2, 4, 3, 6)
+    for inputs, targets in (torch.randn(2, 5, 3, 6), torch.randn(2, 3, 3, 6), (batch[0], batch[1, :3])):
+        said = error_of(lambda given=(inputs, targets): pipe._check_step(*given))
+        assert "microbatches, but the schedule has 4" in said, f"another number of microbatches: {said}"
+    pipe.step(*batch)
+    assert "zero_grad()" in error_of(lambda: pipe._check_step(*batch)), "ties of two steps are added up twice"
+    pipe.zero_grad()
+    for wrong in (torch.ones(2, 6), torch.ones(3, 6, dtype=torch.float64)):
+        with mock.patch.object(dist, "isend"):
+            said = error_of(lambda given=wrong: pipe._send("F", pipe.rank + 1 - 2 * pipe.rank, given))
+        assert "a message" in said, f"a message like no other: {said}"
+    pipe.sent.clear()
+    with mock.patch.object(pipe, "_forward", side_effect=ZeroDivisionError):
+        assert "ZeroDivisionError" in error_of(lambda: pipe.step(*batch))
+    said = error_of(lambda: pipe._check_step(*batch))
+    assert "restart all ranks" in said, f"a step after one that failed: {said}"
+    said = error_of(lambda: make_pipe(name, more_stages=1)._check_step(*batch))
+    assert "other stages" in said or pipe.rank, f"a schedule of other stages: {said}"
+
+
+test_each_promise_is_kept = holds(
+    SCHEDULES, check_schedules, check_bubbles, check_layers, check_held, check_guards
+)
 full = partial(check_parity, size=3, flags="--accum 3 --layers 2", own_flags="--schedule interleaved")
 test_a_stage_may_have_one_layer = holds("pipeline", full)
 check_zb = partial(check_parity, size=3, flags="--accum 6 --layers 5", own_flags="--schedule zb-h2")
 MUTANTS = [
-    ("pipeline", '"1f1b": n_ranks - 1', '"1f1b": n_ranks', check_schedules, "1f1b: 2 in flight"),
+    ("pipeline", "min(n_ranks - 1 - rank, n", "min(n_ranks - rank, n", check_schedules, "1f1b: 2 in flight"),
     ("pipeline", "(n_chunks - 1) * n_ranks", "n_chunks - 1", check_schedules, "no rank can go on"),
-    ("pipeline", "j] = now + t_comm", "j] = now", check_bubbles, "not the published rate"),
-    ("zero_bubble", "now - began)", "now)", check_bubbles, "zb-h2: not the closed form"),
-    ("pipeline", " / len(targets)", "", check_parity, "losses differ"),
+    ("pipeline", "reversed(stages)", "stages", check_schedules, "no rank can go on"),
+    ("tools/bubble", "else now + t_comm", "else now", check_bubbles, "1f1b: not the published rate"),
+    ("tools/bubble", "now - began)", "now)", check_bubbles, "zb-h2: not the closed form"),
+    ("tools/bubble", 'duration["B"] += t_w', "pass", check_bubbles, "1f1b: not the published rate"),
+    ("pipeline", " / len(self.targets)", "", check_parity, "losses differ"),
     ("pipeline", "        dist.all_reduce(self.loss)\n", "", check_parity, "losses differ"),
-    ("pipeline", "if param in self.ties", "if False", check_parity, "losses differ"),
+    ("pipeline", "dist.all_reduce(param.grad, group=group)", "pass", check_parity, "losses differ"),
     ("pipeline", "zeros_like(param)", "ones_like(param)", check_layers, "differ"),
-    ("pipeline", "if tensor.shape != self.like[0].shape", "if False", check_layers, "another shape"),
-    ("pipeline", " and self.rank == min(ranks)", "", check_parity, "losses differ"),
+    ("pipeline", " and self.rank == min(self.ranks_of[param])", "", check_parity, "losses differ"),
     ("pipeline", "dist.all_reduce(squares)", "pass", check_parity, "losses differ"),
     ("pipeline", "dist.broadcast(param.data, min(ranks))", "pass", check_parity, "weights diff"),
     ("pipeline", "dist.broadcast(param.data, 0)", "pass", check_layers, "differ"),
-    ("pipeline", "storage().resize_(0)", "storage()", check_layers, "others need"),
+    ("pipeline", "param.data = param.new_empty(0)", "pass", check_layers, "others need"),
     ("pipeline", "output = get_gradient_edge(output.", "(output.", check_held, "outputs are kept"),
     ("pipeline", "in_flight.pop((stage, j))", "in_flight[stage, j]", check_held, "inputs are kept"),
     ("pipeline", "self.ahead = 1", "pass", check_held, "1 receives posted"),
     ("zero_bubble", "self.ahead = 1", "self.ahead = MAX_SENT", check_held, "5 receives posted"),
     ("pipeline", "if len(self.sent) > MAX_SENT", "if False", check_held, "messages kept"),
-    ("zero_bubble", 'begins["W"] = first_w', 'begins["W"] = begins["B"]', check_schedules, "in flight"),
-    ("zero_bubble", "depth = 2", "depth = 3", check_bubbles, "not the published rate"),
+    ("pipeline", "len(inputs) == len(targets) == k,", "True,", check_guards, "another number"),
+    ("pipeline", "len(targets) == k,", "len(targets),", check_guards, "another number"),
+    ("pipeline zero_bubble", "self.in_flight is None,", "True,", check_guards, "after one that failed"),
+    ("pipeline", "param.grad is None for", "True for", check_guards, "ties of two steps"),
+    ("pipeline", "tensor.shape == expected.shape", "True", check_guards, "a message like no other"),
+    ("pipeline", "tensor.dtype == expected.dtype", "True", check_guards, "a message like no other"),
+    ("zero_bubble", "        self._check_message(tensor)\n", "", check_guards, "a message like no other"),
+    ("pipeline", "self.last_stage + 1, self.world_size)", "3, 2)", check_guards, "other stages"),
+    ("zero_bubble", "if first_w <= turn:", "if ops[-1] == 'B':", check_schedules, "in flight"),
+    ("zero_bubble", "depth=2", "depth=3", check_bubbles, "not the published rate"),
     ("zero_bubble", "layer.weight.detach()", "layer.weight", check_zb, "losses differ"),
-    ("zero_bubble", 'duration["B"] += t_w', "pass", check_bubbles, "1f1b: not the published rate"),
-    ("zero_bubble", "del output, gradient", "del gradient", check_held, "inputs are kept"),
     ("zero_bubble", ".addmm_(grad", ".addmm_(-grad", check_zb, "losses differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)

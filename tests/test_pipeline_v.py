@@ -4,6 +4,7 @@ import itertools
 import re
 import types
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.pipelining import schedules
 
 from test_all import check_ledger, check_parity
 from tests.harness import holds, load, mutants, on_ranks
-from tests.test_pipeline import check_held, check_layers, in_flight, play
+from tests.test_pipeline import check_guards, check_held, check_layers, in_flight, play
 from tools.watch import noted
 
 TORCHS = {"zb-v": schedules.ScheduleZBVZeroBubble, "dualpipe-v": schedules.ScheduleDualPipeV}
@@ -58,7 +59,7 @@ def check_order(name):
         compared = "FB" if schedule_name == "zb-v" else "FBW"
         ours, theirs = ([[a for a in row if a.op in compared] for row in each] for each in both)
         assert ours == theirs or m < 2 * p - 1, f"{schedule_name}: not torch's order"
-        ours, theirs = (lesson.bubble_rate(schedule, 1, 1.1, 0.7, 0.1) for schedule in both)
+        ours, theirs = (load("tools/bubble").bubble_rate(schedule, 1, 1.1, 0.7, 0.1) for schedule in both)
         assert ours < theirs + 1e-9 * (m >= 2 * p - 1), f"{schedule_name}: idles as long as torch's"
         assert [*map(in_flight, both[0])] == [*map(in_flight, both[1])], "holds other numbers than torch's"
 
@@ -82,19 +83,21 @@ def idle_of_pairs(lesson, schedule, duration):
 
 def check_bubbles(name):
     """ZB-V's is 0, DualPipeV's the published one (arXiv 2412.19437, table 2; of 2p stages, B with its W)."""
-    lesson = load(name)
+    of_tool = Path(name).stem == "bubble"
+    bubble_rate = load(name if of_tool else "tools/bubble").bubble_rate
+    lesson = load("pipeline_v" if of_tool else name)
     for p, more in itertools.product((4, 8, 16, 32), (0, 1, 8)):
-        rate = lesson.bubble_rate(lesson.build_schedule("zb-v", p, 2 * p + more), 1, 1, 1)
+        rate = bubble_rate(lesson.build_schedule("zb-v", p, 2 * p + more), 1, 1, 1)
         assert abs(rate) < 1e-9, f"zb-v: idle for {rate:.4f} of the time"
     for p, m in itertools.product((1, 2, 4, 8), (16, 17, 32)):
         schedule = lesson.build_schedule("dualpipe-v", p, m)
-        rate = lesson.bubble_rate(schedule, 1, 1, 1)
+        rate = bubble_rate(schedule, 1, 1, 1)
         assert abs(rate - (p - 1) / (6 * m + p - 1)) < 1e-9, f"dualpipe-v: idle for {rate:.4f} of the time"
         for f, b, w in ((1, 1, 1), (1, 1.25, 0.75), (2, 2, 1), (1, 1, 0.5)):
             published = (2 * p / 2 - 1) * ((f + b + w) + (b + w) - 3 * w)
             found = idle_of_pairs(lesson, schedule, {"F": f, "B": b, "W": w})
             assert found == published or (found < published and w < f), f"{found} idle, not {published}"
-    assert lesson.bubble_rate(lesson.build_schedule("zb-v", 1, 4), 1, 1, 1, 9) == 0, "the turn is a message"
+    assert bubble_rate(lesson.build_schedule("zb-v", 1, 4), 1, 1, 1, 9) == 0, "the turn is a message"
 
 
 @on_ranks(4)
@@ -109,7 +112,8 @@ def check_messages(name):
     lesson.dist = types.SimpleNamespace(**vars(dist) | {"isend": noted(dist.isend, note)})
     for times, schedule_name in enumerate(TORCHS, 1):
         layers, schedule = [nn.Linear(4, 4) for _ in range(7)], lesson.build_schedule(schedule_name, 4, 5)
-        pipe = lesson.Pipeline([*layers, layers[0]], [*range(1, 9)], F.mse_loss, schedule)
+        message = torch.empty(8, 4, device="meta")
+        pipe = lesson.Pipeline([*layers, layers[0]], [*range(1, 9)], F.mse_loss, schedule, message)
         pipe.step(*torch.randn(2, 5, 8, 4))
         assert sent == {peer: 10 * times for peer in range(4) if abs(peer - pipe.rank) == 1}, "other messages"
         assert not pipe.ties, "a tie needs a message"
@@ -131,7 +135,7 @@ def test_the_docstrings_diagram_is_the_schedule():
         assert line.split() == words
 
 
-ALL = check_schedules, check_order, check_bubbles, check_messages, check_layers, check_held
+ALL = check_schedules, check_order, check_bubbles, check_messages, check_layers, check_held, check_guards
 test_each_promise_is_kept = holds("pipeline_v", *ALL)
 WARMUP = '(2 * below + 1, "F0"),\n            (rank, "F1 F0"),'
 SHORTER = '(2 * below + (rank > 0), "F0"), (max(rank, 1), "F1 F0"),'  # on rank 0
@@ -142,11 +146,15 @@ MUTANTS = [
     ("stages = rank, 2 * n_ranks - 1 - rank", "stages = rank, n_ranks + rank", check_schedules, "wrong rank"),
     ('if what[0] == "B"', 'if what[0] == "F"', check_schedules, "W before its B"),
     ("(n_microbatches - n_ranks,", "(max(n_microbatches, 2 * n_ranks - 1) - n_ranks,", check_order, "idles"),
-    ("now if turns else now + t_comm", "now + t_comm", check_bubbles, "the turn is a message"),
-    ("if rank == self.rank:\n            self.t", "if 0:\n            self.t", check_messages, "to itself"),
+    ("if self._rank_of(stage) == self.rank:\n            self.t", "if 0:\n            self.t", check_messages,
+     "to itself"),
+    ("own == {self.rank,", "own or {self.rank,", check_guards, "a schedule of other stages"),
+    ("self.in_flight is None,", "True,", check_guards, "a step after one that failed"),
     ("self.turned[op] = tensor", "self.turned[op] = tensor * 2", check_parity, "losses differ"),
     ("self.later.popleft()", "self.later[0]", check_parity, "losses differ"),
     ("self.ahead = 1", "self.ahead = 2", check_held, "3 receives posted"),
     (" > MAX_SENT * self.world_size", " > MAX_SENT", check_held, "messages kept at once"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "pipeline_v")
+TURN = ("tools/bubble", "now if rank_of.get(after) == rank else now + t_comm", "now + t_comm")
+test_a_turn_takes_no_message = mutants([(*TURN, check_bubbles, "the turn is a message")])

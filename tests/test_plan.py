@@ -152,7 +152,7 @@ def check_idle_and_exposed(name):
     plan, lessons, c = planner(name), {"1f1b": "pipeline", "zb-v": "pipeline_v"}, 9600
     for schedule, p, k in itertools.product(lessons, (1, 2, 4), (4, 5, 6, 7, 8, 12)):
         lesson = load(lessons[schedule])
-        bubble = lesson.bubble_rate(lesson.build_schedule(schedule, p, k), 1, 1, 1)
+        bubble = load("tools/bubble").bubble_rate(lesson.build_schedule(schedule, p, k), 1, 1, 1)
         assert abs(plan.idle(schedule, p, k) - bubble) < 1e-12, "another bubble"
         for stage in range(4):
             late = [plan.exposed(stage, 6400, 4, k, 2, f, 2 * f) for f in (0, c / 4, c / 2, c)]
