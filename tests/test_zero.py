@@ -412,7 +412,7 @@ MUTANTS = [
     ("ddp", "if not self.is_last_backward:", "if False:", check_ledger, "sent +"),
     ("zero1", "            self.flat_grad.zero_()\n            self", "            self", check_odd,
      "weights differ"),
-    ("zero1", "self.flat_grad.zero_()  #", "pass  #", check_odd, "weights differ"),
+    ("zero1", "        self.flat_grad.zero_()\n        for", "        for", check_odd, "weights differ"),
     ("zero3", "owner[param] = module if param in owner else submodule", "owner.setdefault(param, submodule)",
      check_odd, "weights differ"),
     (EVERY, "_norm(grads, dtype=torch.float64)", "_norm(grads)", check_norm, "the norm is"),
