@@ -85,7 +85,7 @@ def test_a_python_line_runs(line):
 
 @pytest.mark.parametrize("line", of(README, "diff "))
 def test_a_diff_is_as_long_as_README_says(line):
-    least, most = map(int, re.search(r"is (\d+) to (\d+) lines\s+long", README).groups())
+    least, most = map(int, re.search(r"are (\d+) to (\d+) lines\s+long", README).groups())
     changed = re.findall(
         "^[<>]", subprocess.run(line.split(), cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout, re.M
     )
