@@ -22,7 +22,7 @@ Timeline (1f1b on 4 ranks; F3 is the forward of microbatch 3, B3 its backward; .
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
 
-Memory (bytes, on the rank with most parameters, R)
+Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
     parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
     gradients     wR+3cG/2      in bf16, MasterWeights makes temporary copies, of G gradients at a time
     optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
@@ -36,7 +36,7 @@ Run
     torchrun --nproc_per_node=8 pipeline.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Errors here: messages of several tensors or shapes; gradients that add up over several step(); other
+    Refused: messages of several tensors or shapes; gradients that add up over several step(); other
     numbers of microbatches than the schedule has; a step() after one that failed.
     Not handled: data parallelism beside it (see parallel_3d.py); creating each layer on its rank alone, so at
     first every rank holds all of them; buffers, which unsplit() does not collect from other ranks.
@@ -76,10 +76,11 @@ def gpipe(rank, n_ranks, n_microbatches):
 
 def one_f_one_b(rank, n_ranks, n_microbatches):
     """1F1B: a backward runs as early as it can, because that frees its microbatch's activations."""
-    # Microbatch 0 has to reach the last rank before the first backward. Until then, run forwards alone.
+    # Microbatch 0 has to reach the last rank before the first backward. Until then, run forwards alone. (More
+    # of them would not end the step earlier, but keep more activations.)
     n_warmup = min(n_ranks - 1 - rank, n_microbatches)
     warmup = "F" * n_warmup
-    # From then on, no more microbatches get in flight.
+    # From then on a backward frees the activations of a microbatch after each forward.
     steady = "FB" * (n_microbatches - n_warmup)
     cooldown = "B" * n_warmup
     return warmup + steady + cooldown
@@ -87,21 +88,24 @@ def one_f_one_b(rank, n_ranks, n_microbatches):
 
 def interleaved(rank, n_ranks, n_microbatches, n_chunks):
     """1F1B with n_chunks stages on each rank, so that an idle turn is shorter. But more messages are sent."""
-    # The first n_ranks microbatches pass all of this rank's stages but the last. Then there is time for two
-    # more forwards for each later rank: microbatch 0 has yet to go there, and its gradient to come back.
+    # The first n_ranks microbatches pass all of this rank's stages but the last. Then microbatch 0 has yet to
+    # go to the last rank, and its gradient to come back. 1F1B is idle for the way back. Here there are still
+    # forwards to run, one for each rank on the way there, and one on the way back.
     n_forwards = n_chunks * n_microbatches
     n_warmup = min((n_chunks - 1) * n_ranks + 2 * (n_ranks - 1 - rank), n_forwards)
     return "F" * n_warmup + "FB" * (n_forwards - n_warmup) + "B" * n_warmup
 
 
 def in_groups(stages, n_ranks, n_microbatches):
-    """(stage, microbatch) in order: n_ranks microbatches pass stage after stage, then the next n_ranks do."""
+    """(stage, microbatch) in order: n_ranks microbatches pass stage after stage, then the next n_ranks do.
+
+    After n_ranks turns, the first of them is back at this rank, for its next stage."""
     passes = [(stage, j) for stage in stages for j in range(n_microbatches)]
     return iter(sorted(passes, key=lambda each: each[1] // n_ranks))  # in a group the order stays
 
 
 def build_schedule(name, n_ranks, n_microbatches, n_chunks=2):
-    """Each rank's Actions, in order. n_chunks: how many stages a rank has if interleaved, and not alone."""
+    """Each rank's Actions, in order. n_chunks: stages of a rank if interleaved (of a single rank: one)."""
     n_chunks = n_chunks if name == "interleaved" and n_ranks > 1 else 1
     assert n_chunks == 1 or n_microbatches % n_ranks == 0, "n_microbatches must be a multiple of n_ranks"
     functions = {
@@ -170,11 +174,11 @@ class Pipeline(nn.Module):
         stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
         self.stages = nn.ModuleList(stages[self.rank :: self.world_size])
         self._share_parameters(stages)
-        # What NCCL needs. It runs the messages of a group one after the other, and no send may queue behind
-        # the receive of its answer: F and B have a group each. Two ranks connect at their first message, for
-        # which both wait. Receives posted early could then make ranks wait in a circle, so the first step
-        # posts none. Later steps post one. It occupies the GPU while it waits: more could leave no room.
-        # (F and B have two groups each, by the receiving stage, as two interleaved ranks send F both ways.)
+        # What NCCL needs. It runs messages between two ranks of a group in order: if F and B shared one, a
+        # send could wait behind a receive that needs that send. In the first step no receive is posted early:
+        # it blocks until its sender connects, and ranks could wait in a circle. Later one is. (A receive that
+        # waits occupies a part of the GPU: many could leave no room to compute.)
+        # If two ranks interleave, F goes both ways: a group for messages to even stages, one to odd ones.
         self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
         self.ahead = 0  # receives posted early
         self.posted = deque()  # (work, buffer) of each receive
@@ -201,7 +205,8 @@ class Pipeline(nn.Module):
                 param.data = param.new_empty(0)  # frees it
 
     def step(self, inputs, targets):
-        """Forward and backward of a batch, as lists of microbatches. Returns its mean loss, on every rank."""
+        """Forward and backward of a batch, as lists of microbatches, the same on all ranks. (The first
+        uses the inputs, the last the targets.) Returns the batch's mean loss, on every rank."""
         self._check_step(inputs, targets)
         self.inputs, self.targets = inputs, targets
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
@@ -231,8 +236,8 @@ class Pipeline(nn.Module):
             self.loss += output.detach()
         else:
             self._send("F", stage + 1, output.detach())
-            # Backward can start at the output's edge in the graph, which does not keep the output's memory.
-            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): if all layers are frozen
+            # Backward needs the place of the output in the graph, not its numbers: do not keep them.
+            output = get_gradient_edge(output.requires_grad_())  # which it does not if all layers are frozen
         self.in_flight[stage, j] = x, output
 
     def _backward(self, stage, j):
@@ -285,7 +290,7 @@ class Pipeline(nn.Module):
                 param.data = param.new_empty(self.shapes[param])
             dist.broadcast(param.data, min(ranks))
 
-    # Guards against what would hang, or go wrong silently. A reader may stop here.
+    # A reader may skip to train(): the rest of the class refuses what would hang, or go wrong silently.
 
     def _check_step(self, inputs, targets):
         own = {action.stage for action in self.actions}
@@ -318,7 +323,7 @@ def train(config):
         refuse(f"--layers {config.layers}: too few for {n_stages} stages of --schedule {config.schedule}")
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
-    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
+    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
     head.weight = model.tokens.weight
     layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
     shape = config.batch // config.accum, config.context, config.width

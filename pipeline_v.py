@@ -20,7 +20,7 @@ Timeline (zb-v on 4 ranks, the first turns; f, b and w are those of the stage on
     rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 B0 W0 f4 b2 w2 F6 B1 W1 f5 b3 w3 F7 B2 W2
     rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 f4 b1 w1 F5 B1 W1 f5 b2 w2 F6 B2 W2 f6 b3
 
-Memory (bytes, on the rank with most parameters, R)
+Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
     parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
     gradients     wR+3cG/2      in bf16, MasterWeights makes temporary copies, of G gradients at a time
     optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
@@ -34,10 +34,9 @@ Run
     torchrun --nproc_per_node=8 pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Errors here: messages of several tensors or shapes; gradients that add up over several step(); other
+    Refused: messages of several tensors or shapes; gradients that add up over several step(); other
     numbers of microbatches than the schedule has; a step() after one that failed.
-    Not handled: what zero_bubble.py does not handle; overlapping F with B, so that DualPipeV is slower than
-    published; more than two stages on a rank.
+    Not handled: what zero_bubble.py does not; more stages; F at the same time as B, as published for DualPipeV.
 """
 
 import argparse
@@ -170,11 +169,11 @@ class Pipeline(nn.Module):
         for layer in self.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(deferred_linear, self.later, layer)
-        # What NCCL needs. It runs the messages of a group one after the other, and no send may queue behind
-        # the receive of its answer: F and B have a group each. Two ranks connect at their first message, for
-        # which both wait. Receives posted early could then make ranks wait in a circle, so the first step
-        # posts none. Later steps post one. It occupies the GPU while it waits: more could leave no room.
-        # (F and B have two groups each, as they go down on one side of the V and up on the other.)
+        # What NCCL needs. It runs messages between two ranks of a group in order: if F and B shared one, a
+        # send could wait behind a receive that needs that send. In the first step no receive is posted early:
+        # it blocks until its sender connects, and ranks could wait in a circle. Later one is. (A receive that
+        # waits occupies a part of the GPU: many could leave no room to compute.)
+        # Both go down on one side of the V and up on the other: a group each.
         self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
         self.ahead = 0  # receives posted early
         self.posted = deque()  # (work, buffer) of each receive
@@ -204,7 +203,8 @@ class Pipeline(nn.Module):
                 param.data = param.new_empty(0)  # frees it
 
     def step(self, inputs, targets):
-        """Forward and backward of a batch, as lists of microbatches. Returns its mean loss, on every rank."""
+        """Forward and backward of a batch, as lists of microbatches, the same on all ranks. (The first
+        uses the inputs, the last the targets.) Returns the batch's mean loss, on every rank."""
         self._check_step(inputs, targets)
         self.inputs, self.targets = inputs, targets
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
@@ -235,8 +235,8 @@ class Pipeline(nn.Module):
             self.loss += output.detach()
         else:
             self._send("F", stage + 1, output.detach())
-            # Backward can start at the output's edge in the graph, which does not keep the output's memory.
-            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): if all layers are frozen
+            # Backward needs the place of the output in the graph, not its numbers: do not keep them.
+            output = get_gradient_edge(output.requires_grad_())  # which it does not if all layers are frozen
         self.in_flight[stage, j] = x, output
 
     def _backward(self, stage, j):
@@ -302,7 +302,7 @@ class Pipeline(nn.Module):
                 param.data = param.new_empty(self.shapes[param])
             dist.broadcast(param.data, min(ranks))
 
-    # Guards against what would hang, or go wrong silently. A reader may stop here.
+    # A reader may skip to train(): the rest of the class refuses what would hang, or go wrong silently.
 
     def _check_step(self, inputs, targets):
         own = {action.stage for action in self.actions}
@@ -332,7 +332,7 @@ def train(config):
     schedule = build_schedule(config.schedule, n_stages // 2, config.accum)
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
-    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
+    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
     head.weight = model.tokens.weight
     layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
     layers[-2:-2] = [nn.Identity()] * (n_stages - len(layers))  # stages that pass on what they get

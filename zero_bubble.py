@@ -17,7 +17,7 @@ Timeline (zb-h1 on 4 ranks; F3 is the forward of microbatch 3, B3 and W3 its bac
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
 
-Memory (bytes, on the rank with most parameters, R)
+Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
     parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
     gradients     wR+3cG/2      in bf16, MasterWeights makes temporary copies, of G gradients at a time
     optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
@@ -32,7 +32,7 @@ Run
     torchrun --nproc_per_node=8 zero_bubble.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Errors here: messages of several tensors or shapes; gradients that add up over several step(); other
+    Refused: messages of several tensors or shapes; gradients that add up over several step(); other
     numbers of microbatches than the schedule has; a step() after one that failed.
     Not handled: what pipeline.py does not handle; schedules that are found by search; optimizers that do not
     wait for the gradient norm; a later W of layers other than nn.Linear, for which B computes all gradients.
@@ -62,10 +62,11 @@ MAX_SENT = 4  # messages that a rank may keep because they have not arrived yet
 
 def one_f_one_b(rank, n_ranks, n_microbatches):
     """1F1B: a backward runs as early as it can, because that frees its microbatch's activations."""
-    # Microbatch 0 has to reach the last rank before the first backward. Until then, run forwards alone.
+    # Microbatch 0 has to reach the last rank before the first backward. Until then, run forwards alone. (More
+    # of them would not end the step earlier, but keep more activations.)
     n_warmup = min(n_ranks - 1 - rank, n_microbatches)
     warmup = "F" * n_warmup
-    # From then on, no more microbatches get in flight.
+    # From then on a backward frees the activations of a microbatch after each forward.
     steady = "FB" * (n_microbatches - n_warmup)
     cooldown = "B" * n_warmup
     return warmup + steady + cooldown
@@ -165,10 +166,10 @@ class Pipeline(nn.Module):
         for layer in self.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(deferred_linear, self.later, layer)
-        # What NCCL needs. It runs the messages of a group one after the other, and no send may queue behind
-        # the receive of its answer: F and B have a group each. Two ranks connect at their first message, for
-        # which both wait. Receives posted early could then make ranks wait in a circle, so the first step
-        # posts none. Later steps post one. It occupies the GPU while it waits: more could leave no room.
+        # What NCCL needs. It runs messages between two ranks of a group in order: if F and B shared one, a
+        # send could wait behind a receive that needs that send. In the first step no receive is posted early:
+        # it blocks until its sender connects, and ranks could wait in a circle. Later one is. (A receive that
+        # waits occupies a part of the GPU: many could leave no room to compute.)
         self.groups = {op: dist.new_group() for op in "FB"}
         self.ahead = 0  # receives posted early
         self.posted = deque()  # (work, buffer) of each receive
@@ -195,7 +196,8 @@ class Pipeline(nn.Module):
                 param.data = param.new_empty(0)  # frees it
 
     def step(self, inputs, targets):
-        """Forward and backward of a batch, as lists of microbatches. Returns its mean loss, on every rank."""
+        """Forward and backward of a batch, as lists of microbatches, the same on all ranks. (The first
+        uses the inputs, the last the targets.) Returns the batch's mean loss, on every rank."""
         self._check_step(inputs, targets)
         self.inputs, self.targets = inputs, targets
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
@@ -225,8 +227,8 @@ class Pipeline(nn.Module):
             self.loss += output.detach()
         else:
             self._send("F", stage + 1, output.detach())
-            # Backward can start at the output's edge in the graph, which does not keep the output's memory.
-            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): if all layers are frozen
+            # Backward needs the place of the output in the graph, not its numbers: do not keep them.
+            output = get_gradient_edge(output.requires_grad_())  # which it does not if all layers are frozen
         self.in_flight[stage, j] = x, output
 
     def _backward(self, stage, j):
@@ -288,7 +290,7 @@ class Pipeline(nn.Module):
                 param.data = param.new_empty(self.shapes[param])
             dist.broadcast(param.data, min(ranks))
 
-    # Guards against what would hang, or go wrong silently. A reader may stop here.
+    # A reader may skip to train(): the rest of the class refuses what would hang, or go wrong silently.
 
     def _check_step(self, inputs, targets):
         own = {action.stage for action in self.actions}
@@ -318,7 +320,7 @@ def train(config):
     schedule = build_schedule(config.schedule, n_stages, config.accum)
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
-    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
+    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
     head.weight = model.tokens.weight
     layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
     shape = config.batch // config.accum, config.context, config.width

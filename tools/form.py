@@ -66,7 +66,7 @@ DIFFS = {  # changed lines between neighbours, whose difference is the technique
     "zero2 zero3": 202,
     "zero3 hsdp": 162,
     "tensor_parallel sequence_parallel": 150,
-    "pipeline zero_bubble": 150,
+    "pipeline zero_bubble": 158,
     "zero_bubble pipeline_v": 180,
     "checkpointing zero_r": 150,
 }
