@@ -36,7 +36,7 @@ Run
 Left out
     Refused: messages of several tensors or shapes; gradients that add up over several step(); other
     numbers of microbatches than the schedule has; a step() after one that failed.
-    Not handled: what zero_bubble.py does not; more stages; F at the same time as B, as published for DualPipeV.
+    Not handled: what zero_bubble.py does not; more stages; F beside B at the same time, as in DualPipeV.
 """
 
 import argparse
