@@ -25,7 +25,7 @@ LESSONS = {  # tokens of the technique
     "muon.py": 2020,
     "diloco.py": 1900,
     "offload.py": 2100,
-    "tensor_parallel.py": 1855,
+    "tensor_parallel.py": 1875,
     "sequence_parallel.py": 2150,
     "context_parallel.py": 2300,
     "expert_parallel.py": 2150,
