@@ -17,11 +17,11 @@ Timeline (backward of an MLP; in forward, nothing can be computed while a sum tr
 
 Memory (bytes on each of N ranks)
     P parameters, r = (6L+2+s)h of them replicated: norms, biases added after a sum, positions
-    L layers, a heads, h width, s context, v vocabulary; b sequences at a time
+    L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
     K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
-    m bytes of a statistic of a norm, or of a number of the loss: 4, in fp64 8
-    G gradients that MasterWeights copies at a time, in 2 + 4 bytes: 2^24, or more in the largest tensor
+    m bytes of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
+    G gradients that MasterWeights copies at a time, in 2 + 4 bytes: 2^24, or the largest tensor's if more
     parameters    (w+c)((P-r)/N+r)
     gradients     w((P-r)/N+r)+3cG/2
     optimizer     K((P-r)/N+r)
@@ -277,7 +277,7 @@ def check_layer(name, layer):
 def check_plan(module, plan, planned, split):
     for pattern in plan:
         if pattern not in planned.values():
-            raise ValueError(f"{pattern} is the name of no layer: mend the plan")
+            raise ValueError(f"no layer is split by {pattern}: mend the plan")
     for name, layer in module.named_modules():
         for param in layer.parameters(recurse=False):
             if param in split and layer not in planned:

@@ -142,7 +142,7 @@ def check_said(name):
         (nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, "nothing"),
         (lesson.Block(2, 8), {"up": column, "down": (lesson.row_parallel, 1, 1)}, of_parts),
         (Net(), plan_of(lesson, ["up", "gate"]), of_ties),
-        (nn.Sequential(nn.Embedding(8, 8)), {"0": rows, "1*": column}, "1* is the name of no layer"),
+        (nn.Sequential(nn.Embedding(8, 8)), {"0": rows, "1*": column}, "no layer is split by 1*"),
     ):
         said = error_of(partial(wrap, lesson, module, plan))
         assert expected in said, f"{said}, not {expected}"
@@ -213,7 +213,7 @@ MUTANTS = [
     ("rank, world_size = dist.get_rank(),", "rank, world_size = 0,", check_net, "norms differ"),
     ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),
     ("dist.all_reduce(squares)", "pass", check_net, "norms differ"),
-    ("if pattern not in planned.values()", "if False", check_said, "nothing, not 1* is the name of no layer"),
+    ("if pattern not in planned.values()", "if False", check_said, "nothing, not no layer is split by 1*"),
     ("    if not plain:", "    if False:", check_said, "nothing, not 0 is no Linear"),
     (' and "=" not in layer.extra_repr()', "", check_said, "nothing, not no Embedding without options"),
 ]  # fmt: skip
