@@ -3,25 +3,31 @@
 Idea
     Backward needs the activations that forward computed, and these often take more memory than the weights. A
     checkpoint keeps the input of a block and drops what the block computes. Just before backward needs that,
-    it runs the block's forward again. This costs about a third more time (arXiv 1604.06174).
+    it runs the block's forward again. Backward takes about twice as long as forward, so this costs about a
+    third more time (arXiv 1604.06174).
 
-    Selective recomputation also keeps the outputs of matrix products and of attention. Only what is fast is
-    recomputed: norms, GELU, and attention's scores if not fused (after arXiv 2205.05198, section 5).
+    Selective recomputation also keeps the outputs of matrix products and of fused attention. Only what is
+    fast is recomputed: norms, GELU, and attention if it is not fused (after arXiv 2205.05198, section 5).
 
 Timeline (of the last two blocks)
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
-Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context, v vocabulary)
-    parameters     (w+c)P                        w of a weight: 4 in fp32, 2 in bf16, 8 in fp64
-    gradients      wP+3cG/2                      c of its fp32 master: 4 in bf16, else 0
-    optimizer      KP                            K of Adam's two moments: 8, in fp64 16; of SGD 0
+Memory (bytes on each rank)
+    P parameters, L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
+    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
+    m bytes of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
+    G gradients that MasterWeights copies at a time, in 2 + 4 bytes: 2^24, or the largest tensor's if more
+    parameters     (w+c)P
+    gradients      wP+3cG/2
+    optimizer      KP
     activations    bs((16L+2)wh+(4L+2+aL+v)m)    with --policy none, when backward begins
-    activations    bs((L+2)wh+(2+v)m)            with --policy full; in backward 15wbsh of one block more
+    activations    bs((L+2)wh+(2+v)m)            with --policy full; in backward 15wbsh more, of a block
     activations    bs((10L+2)wh+(2+aL+v)m)       with --policy selective; in backward 7wbsh more
-    Activations are those of b sequences at a time; m of a number in fp32: 4, in fp64 8. A block has 16h for
-    each token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4 statistics of
-    norms, and a log-sum-exp of each head. The last norm has 2h and 2 statistics, the loss v numbers.
-    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
+    Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
+    1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has 2h and 2
+    statistics, the loss v numbers.
+    Selective keeps 10h: input 1, q, k, v 3, attention 1, proj 1, up 4. It recomputes 7h: norms 3, GELU 4.
 
 Sent (bytes, by each rank in each step)
     Nothing. On several ranks, all train on the same batch, as the ranks of a tensor-parallel group do.
@@ -31,10 +37,12 @@ Run
     python checkpointing.py --size gpt2 --dtype bf16 --batch 64 --accum 8
 
 Left out
-    Errors here: arguments that are changed in place after the call; a function that computes other tensors
-    the second time, as it does if autocast ends before backward.
-    Not detected: parameters and other tensors that the function uses, if they change before backward.
-    Not handled: choosing what to keep by measured cost; functions with keyword arguments (use a partial).
+    Refused: arguments, or tensors that backward needs, that are changed in place; another number of tensors
+    the second time, or other shapes or dtypes, as when autocast ends before backward.
+    Wrong, and not noticed: other values the second time, because of other random generators (numpy's, your
+    own), or because tensors that are no arguments (parameters, those in a partial) change before backward;
+    side effects, which happen twice (BatchNorm's statistics).
+    Not handled: keyword arguments (use a partial). A checkpoint in another one keeps its input all the time.
 """
 
 import argparse
@@ -81,11 +89,14 @@ class NaiveCheckpoint(torch.autograd.Function):
         return x.grad, None
 
 
-# This has several problems. A backward runs inside another one: torch.autograd.grad() does not find the
-# function's parameters, and hooks that wait for the end of backward, as DDP's do, run once in each block. If
-# x needs no gradient, the parameters get none. The function must take and return a single tensor. Dropout
-# draws other random numbers the second time. And everything is computed again, even what is slow, and what
-# comes after the last operation whose result backward needs.
+# This has six problems:
+# - A backward runs inside another one: torch.autograd.grad() does not find the function's parameters, and
+#   hooks that wait for the end of backward, as DDP's do, run once in each block.
+# - If x needs no gradient, the parameters get none.
+# - The function must take and return a single tensor.
+# - Dropout draws other random numbers the second time.
+# - What is slow is computed again, too.
+# - So is what comes after the last operation whose result backward needs.
 #
 # So below, autograd builds the function's graph as usual. Hooks replace only the tensors that it saves there.
 
@@ -93,13 +104,14 @@ class NaiveCheckpoint(torch.autograd.Function):
 def checkpoint(function: Callable, *args, keep=()):
     """function(*args). What it computes for backward is dropped, and computed again there.
 
-    keep: ATen operators whose outputs are kept, such as EXPENSIVE. Random numbers are the same both times.
+    Random numbers are the same both times, if they are drawn from torch's default generators.
+    keep: ATen operators whose outputs are kept, such as EXPENSIVE, which lists no convolutions.
     """
     if not torch.is_grad_enabled():
         return function(*args)
     call = Checkpoint(function, args, keep)
     result = call.run(call.pack, args)
-    del call.outputs[call.outputs_needed :]
+    del call.outputs[call.outputs_needed :]  # recomputing stops before it would ask for the rest
     return result
 
 
@@ -117,48 +129,54 @@ class Checkpoint:
         self.keep = keep
         self.outputs = []  # of the operators in keep
         self.outputs_needed = 0
-        self.random_states = swap_random_states()
+        self.random_states = get_random_states()
         self.dropped = []  # (shape, dtype) by number
-        self.recomputed = {}  # tensor by number, until backward has asked for it
+        self.recomputed = {}  # (tensor, its version) by number, until backward has asked for it
 
     def run(self, pack, args):
-        """Call the function. pack() is given what autograd would save for backward."""
+        """Call the function with args. pack() is given what autograd would save for backward."""
         mode = KeepOutputs(self.keep, self.outputs) if self.keep else nullcontext()
         with saved_tensors_hooks(pack, self.unpack), mode:
             return self.function(*args)
 
     def pack(self, tensor):
         self.dropped.append((tensor.shape, tensor.dtype))
-        self.outputs_needed = len(self.outputs)  # what comes after the last saved tensor is not needed
+        self.outputs_needed = len(self.outputs)
         return len(self.dropped) - 1
 
     def unpack(self, number):
         # The first tensor that backward asks for brings all of them; each is free once it has been used.
         if number not in self.recomputed:
             self.recompute()
-        return self.recomputed.pop(number)
+        tensor, version = self.recomputed.pop(number)
+        assert tensor._version == version, "a tensor that backward needs was changed in place"
+        return tensor
 
     def recompute(self):
-        """Run the function as in forward, until it has computed what backward needs."""
+        """Run the function as in forward, until it has computed what backward needs.
+
+        This run's graph is thrown away: only what it would save is taken.
+        """
         assert versions_of(self.args) == self.versions, "a checkpoint's argument was changed in place"
         self.recomputed = {}
-        before = swap_random_states(self.random_states)
+        before = get_random_states()
+        set_random_states(self.random_states)
         with suppress(StopRecomputation), torch.enable_grad():
             self.run(self.pack_again, self.args)
-        swap_random_states(before)
-        assert len(self.recomputed) == len(self.dropped), "recomputed, a function saved fewer tensors"
+        set_random_states(before)
+        assert len(self.recomputed) == len(self.dropped), "the recomputation saved fewer tensors"
 
     def pack_again(self, tensor):
         number = len(self.recomputed)
-        assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed, a tensor differs"
-        # Not the tensor itself: its graph has these hooks, so it would keep this checkpoint alive.
-        self.recomputed[number] = tensor.detach()
+        assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed with another shape or dtype"
+        # The tensor itself has a graph, which has these hooks, which have this checkpoint: a reference cycle.
+        self.recomputed[number] = tensor.detach(), tensor._version
         if len(self.recomputed) == len(self.dropped):
             raise StopRecomputation
 
 
 class StopRecomputation(BaseException):
-    """Ends a function that has computed what backward needs, also in a `try` with `except Exception`."""
+    """Ends the function. As a BaseException, it also passes an `except Exception` in the function."""
 
 
 class KeepOutputs(TorchDispatchMode):
@@ -174,18 +192,18 @@ class KeepOutputs(TorchDispatchMode):
         if operator.overloadpacket not in self.operators:
             return operator(*args, **(kwargs or {}))
         self.number += 1
-        if self.number > len(self.outputs):  # in forward
+        if self.number > len(self.outputs):  # not kept yet: this is forward
             output = operator(*args, **(kwargs or {}))
-            # In a mode detach() gives a version counter of its own; with this guard, the output's.
+            # With this guard, detach() counts changes in place together with output, as outside of a mode.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 kept = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-            after = swap_random_states() if torch.Tag.nondeterministic_seeded in operator.tags else ()
+            after = get_random_states() if torch.Tag.nondeterministic_seeded in operator.tags else ()
             self.outputs.append((operator, kept, versions_of(kept), after))
             return output
         recorded, kept, versions, after = self.outputs[self.number - 1]
-        assert operator is recorded, f"recomputed, a function called {operator} in place of {recorded}"
+        assert operator is recorded, f"the recomputation called {operator} in place of {recorded}"
         assert versions_of(kept) == versions, f"the output of {operator} was changed in place"
-        swap_random_states(after)
+        set_random_states(after)
         return tree_map_only(torch.Tensor, torch.Tensor.detach, kept)
 
 
@@ -194,13 +212,14 @@ def versions_of(values):
     return [leaf._version for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def swap_random_states(states=()):
-    """Set the states of the random generators, the CPU's and the GPUs'. Returns what they were before."""
-    generators = [torch.default_generator, *torch.cuda.default_generators]
-    before = [generator.get_state() for generator in generators]
-    for generator, state in zip(generators, states):
+def get_random_states():
+    """The states of torch's default random generators, the CPU's and the GPUs'."""
+    return [generator.get_state() for generator in (torch.default_generator, *torch.cuda.default_generators)]
+
+
+def set_random_states(states):
+    for generator, state in zip((torch.default_generator, *torch.cuda.default_generators), states):
         generator.set_state(state)
-    return before
 
 
 @torch.no_grad()

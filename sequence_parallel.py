@@ -10,25 +10,33 @@ Timeline (backward of an MLP; in forward, nothing can be computed while tokens o
     compute | down, gelu | up (x's gradient) | up (gradients of weight, bias)  | norm, proj, attention, ...
     network |            | all-gather of x   | reduce-scatter of x's gradient  |
 
-Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context, v vocabulary, N ranks)
-    parameters    (w+c)(P+(6L+2)h(N-1))/N                w of a weight: 4 in fp32, 2 in bf16, 8 in fp64
-    gradients     w(P+(6L+2)h(N-1))/N+3cG/2              c of its fp32 master: 4 in bf16, else 0
-    optimizer     K(P+(6L+2)h(N-1))/N                    K of Adam's two moments: 8, in fp64 16; of SGD 0
-    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)      of b sequences; m of a number in fp32: 4, in fp64 8
-    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
-    Replicated are 6h parameters of each layer, 2h of the last norm, and 2 numbers of each token's loss.
+Memory (bytes on each of N ranks)
+    P parameters, r = (6L+2)h of them replicated: norms, biases added after a sum
+    L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
+    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
+    m bytes of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
+    G gradients that MasterWeights copies at a time, in 2 + 4 bytes: 2^24, or the largest tensor's if more
+    parameters    (w+c)((P-r)/N+r)
+    gradients     w((P-r)/N+r)+3cG/2
+    optimizer     K((P-r)/N+r)
+    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)
+    All ranks keep 2 numbers of each token's loss. The rest is split.
 
 Sent (bytes, by each rank in each step of k microbatches)
     reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         2L+1 in forward, 2L+1 in backward, two numbers of a loss
     all-gather        kbs((6L+3)wh+2m)(N-1)/N         2L+1 in forward, again in backward, 2L+1 of gradients
-    all-reduce        2((6L+2)wh+kbsm)(N-1)/N         gradients of what is replicated; a number of a loss
+    all-reduce        2(rw+kbsm)(N-1)/N                 gradients of what is replicated; a number of a loss
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py
     torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 40 --dtype bf16
+    (GPT-2 XL has 25 heads. N must divide their number.)
 
 Left out
-    Errors here: ignored targets such as -100; an embedding's padding_idx or max_norm; autocast, in backward.
+    Refused: targets to ignore, such as -100; an embedding's padding_idx or max_norm; autocast, in backward.
+    Wrong, and not noticed: a split weight used outside of its layer, as by GPT's head (see ParallelGPT);
+    heads that N does not divide; a wrong number of stacked matrices; an optimizer for whole matrices (Muon).
     Not handled: data parallelism beside it; creating the weights already split, not all of them first;
     outside of the split layers, what does not treat each token alone; lengths that N does not divide.
 """
@@ -161,10 +169,10 @@ def row_parallel(linear, x):
 
 def vocab_parallel(embedding, tokens):
     """The forward of an embedding that is split by its rows, for tokens (b, s)."""
-    row, is_here = find_own(tokens, embedding.num_embeddings)
+    row, is_here = find_own(tokens, embedding.num_embeddings)  # which still is v
     found = F.embedding(row, embedding.weight)
     # One rank has a token's row, the others add zeros to it.
-    return SumPartials.apply(found.masked_fill(~is_here.unsqueeze(-1), 0))
+    return SumPartials.apply(found * is_here.unsqueeze(-1))
 
 
 def parallel_cross_entropy(logits, targets, vocab):
@@ -195,15 +203,17 @@ def find_own(indices, vocab):
 
 
 def own_range(size):
-    """This rank's 1/N of range(size), as (first, end)."""
+    """(first, end) of this rank's part of range(size): 1/N of it, or nearly so if N does not divide size."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return rank * size // world_size, (rank + 1) * size // world_size
 
 
-PLAN = {  # pattern of names: (forward, dimension along which the weight is split, stacked matrices: q, k, v)
+# {pattern of layers' names: (forward, dimension along which the weight is split, number of stacked matrices)}
+# GPT's head is no layer: it uses the weight of `tokens`. See ParallelGPT, at the end of this file.
+PLAN = {
     "tokens": (vocab_parallel, 0, 1),
     "positions": (vocab_parallel, 0, 1),
-    "blocks.*.qkv": (column_parallel, 0, 3),
+    "blocks.*.qkv": (column_parallel, 0, 3),  # q, k, v
     "blocks.*.proj": (row_parallel, 1, 1),
     "blocks.*.up": (column_parallel, 0, 1),
     "blocks.*.down": (row_parallel, 1, 1),
@@ -223,18 +233,21 @@ class SequenceParallel:
         # All ranks start from rank 0's weights.
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)
-        for pattern, (forward, dim, parts) in plan.items():
+        planned = {}  # layer: the pattern that names it
+        for pattern, (forward, dim, stacked) in plan.items():
             for name, layer in module.named_modules():
                 if fnmatch(name, pattern):
                     check_layer(name, layer)
+                    planned[layer] = pattern
                     layer.forward = partial(forward, layer)
                     for param in layer.parameters():
                         if dim < param.dim():  # else it is a row-parallel layer's bias, which is replicated
-                            self.split[param] = (dim, own_indices(param, dim, parts), param.shape)
-        # Only now: the weight that an embedding and a head share is planned twice, but must be split once.
+                            self.split[param] = (dim, own_indices(param, dim, stacked), param.shape)
+        # A plan may name two layers that share a weight, such as an embedding and a head. It is in self.split
+        # once, and is split only here, so that the second layer finds it unsharded above.
         for param, (dim, indices, _) in self.split.items():
-            param.data = param.detach().index_select(dim, indices)
-        check_ties(module, self.split)
+            param.data = param.data.index_select(dim, indices)
+        check_plan(module, plan, planned, self.split)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
@@ -258,25 +271,27 @@ class SequenceParallel:
         return norm
 
     def full_state_dict(self):
-        """The plain module's state_dict. All ranks must call it."""
+        """The unsharded module's state_dict. All ranks must call it."""
         state_dict = self.module.state_dict()
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if param in self.split:
                 dim, indices, shape = self.split[param]
                 # Each rank fills in its part of zeros; the sum of these is the unsharded weight.
-                state_dict[name] = param.new_zeros(shape).index_copy_(dim, indices, param.detach())
+                state_dict[name] = param.new_zeros(shape).index_copy_(dim, indices, param.data)
                 dist.all_reduce(state_dict[name])
         return state_dict
 
 
-def own_indices(param, dim, parts):
-    """The indices, along dim, of this rank's 1/N of each of the matrices that a parameter stacks."""
-    indices = torch.arange(param.shape[dim], device=param.device).view(parts, -1)
+def own_indices(param, dim, stacked):
+    """The indices, along dim, of this rank's part of each of the matrices that a parameter stacks.
+
+    A rank needs q, k and v of its heads. The first 1/N of all three stacked would be q alone, or mostly."""
+    indices = torch.arange(param.shape[dim], device=param.device).view(stacked, -1)
     first, end = own_range(indices.shape[1])
     return indices[:, first:end].flatten()
 
 
-# A reader may stop here: these only refuse what would end in other numbers.
+# A reader may skip the next three functions: they refuse what would silently train wrongly.
 
 
 def check_indices(indices, vocab):
@@ -287,12 +302,16 @@ def check_indices(indices, vocab):
 
 
 def check_layer(name, layer):
+    # An Embedding shows its options as name=value.
     plain = type(layer) is nn.Linear or (type(layer) is nn.Embedding and "=" not in layer.extra_repr())
     if not plain:
         raise TypeError(f"{name} is no Linear, and no Embedding without options: leave it out of the plan")
 
 
-def check_ties(module, split):
+def check_plan(module, plan, planned, split):
+    for pattern in plan:
+        if pattern not in planned.values():
+            raise ValueError(f"no layer is split by {pattern}: mend the plan")
     for name, param in module.named_parameters():
         if param.dim() > 1 and param not in split:
             raise ValueError(f"{name} would see s/N tokens: plan its layer")
@@ -302,7 +321,7 @@ def train(config):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if config.heads % world_size or config.context % world_size:
         refuse(f"--heads and --context: must be multiples of the {world_size} ranks")
-    device, text = set_up(config, replicas=1)
+    device, text = set_up(config, replicas=1)  # all ranks train on the same batch
     model = ParallelGPT(config).to(device, DTYPES[config.dtype])
     parallel = SequenceParallel(model, PLAN)
     for block in model.blocks:
@@ -487,7 +506,7 @@ def save_weights(state_dict, path):  # at the end, on rank 0
 
 
 class ParallelGPT(GPT):
-    """A GPT whose head, this rank's part of the embedding, gives logits (b, s, v/N) of tokens (b, s)."""
+    """GPT with another head: F.linear would not add up its input's gradients. Logits are (b, s, v/N)."""
 
     def forward(self, tokens):
         x = self.tokens(tokens) + self.positions.weight  # both of this rank's s/N tokens

@@ -3,7 +3,8 @@
 Idea
     Backward needs the activations that forward computed, and these often take more memory than the weights. A
     checkpoint keeps the input of a block and drops what the block computes. Just before backward needs that,
-    it runs the block's forward again. This costs about a third more time (arXiv 1604.06174).
+    it runs the block's forward again. Backward takes about twice as long as forward, so this costs about a
+    third more time (arXiv 1604.06174).
 
     Tensor-parallel ranks have the same inputs. So each keeps 1/N of every input, on the GPU (the paper's P_a)
     or on the host (P_a+cpu), and backward all-gathers it (ZeRO, arXiv 1910.02054, section 6.1).
@@ -12,15 +13,19 @@ Timeline (of the last two blocks)
     compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
     network |           |           |      | gather 4 | gather 3    |            | gather 2    | ...
 
-Memory (bytes on each rank; P parameters, L layers, a heads, h width, s context, v vocabulary)
-    parameters     (w+c)P                        w of a weight: 4 in fp32, 2 in bf16, 8 in fp64
-    gradients      wP+3cG/2                      c of its fp32 master: 4 in bf16, else 0
-    optimizer      KP                            K of Adam's two moments: 8, in fp64 16; of SGD 0
-    activations    bs((L/N+2)wh+(2+v)m)          of N ranks, when backward begins; in backward 17wbsh more
-    Activations are those of b sequences at a time; m of a number in fp32: 4, in fp64 8. A block has 16h for
-    each token: inputs and outputs of norms 4, q, k, v 3, attention 1, up 4, GELU 4; also 4 statistics of
-    norms, and a log-sum-exp of each head. The last norm has 2h and 2 statistics, the loss v numbers.
-    MasterWeights copies G gradients at a time: 2^24, or those of the largest parameter if that has more.
+Memory (bytes on each rank)
+    P parameters, L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
+    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
+    m bytes of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
+    G gradients that MasterWeights copies at a time, in 2 + 4 bytes: 2^24, or the largest tensor's if more
+    parameters     (w+c)P
+    gradients      wP+3cG/2
+    optimizer      KP
+    activations    bs((L/N+2)wh+(2+v)m)          on N ranks, before backward; then 17wbsh more, 2 for inputs
+    Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
+    1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has 2h and 2
+    statistics, the loss v numbers.
 
 Sent (bytes, by each rank in each step)
     all-gather     kwbshL(N-1)/N    in a ring; k microbatches; offload: also kwbshL/N to the host, and back
@@ -30,10 +35,13 @@ Run
     torchrun --nproc_per_node=8 zero_r.py --size gpt2 --dtype bf16 --policy offload
 
 Left out
-    Errors here: arguments that are changed in place after the call; a function that computes other tensors
-    the second time, as it does if autocast ends before backward.
-    Not detected: parameters and other tensors that the function uses, if they change before backward.
-    Not handled: first arguments that differ between ranks (not detected); selective recomputation.
+    Refused: arguments, or tensors that backward needs, that are changed in place; another number of tensors
+    the second time, or other shapes or dtypes, as when autocast ends before backward.
+    Wrong, and not noticed: other values the second time, because of other random generators (numpy's, your
+    own), or because tensors that are no arguments (parameters, those in a partial) change before backward;
+    side effects, which happen twice (BatchNorm's statistics).
+    Not handled: keyword arguments (use a partial). A checkpoint in another one keeps its input all the time.
+    First arguments that differ between ranks are not noticed. There is no selective recomputation.
 """
 
 import argparse
@@ -76,11 +84,14 @@ class NaiveCheckpoint(torch.autograd.Function):
         return x.grad, None
 
 
-# This has several problems. A backward runs inside another one: torch.autograd.grad() does not find the
-# function's parameters, and hooks that wait for the end of backward, as DDP's do, run once in each block. If
-# x needs no gradient, the parameters get none. The function must take and return a single tensor. Dropout
-# draws other random numbers the second time. And everything is computed again, even what is slow, and what
-# comes after the last operation whose result backward needs.
+# This has six problems:
+# - A backward runs inside another one: torch.autograd.grad() does not find the function's parameters, and
+#   hooks that wait for the end of backward, as DDP's do, run once in each block.
+# - If x needs no gradient, the parameters get none.
+# - The function must take and return a single tensor.
+# - Dropout draws other random numbers the second time.
+# - What is slow is computed again, too.
+# - So is what comes after the last operation whose result backward needs.
 #
 # So below, autograd builds the function's graph as usual. Hooks replace only the tensors that it saves there.
 # The ranks all have the same x, so each keeps 1/N of it. To gather x only when backward needs it would make
@@ -90,7 +101,8 @@ class NaiveCheckpoint(torch.autograd.Function):
 def checkpoint(function: Callable, *args, store: "Partitioned"):
     """function(*args). What it computes for backward is dropped, and computed again there.
 
-    store keeps the first argument, which is the same on all ranks. Random numbers are the same both times.
+    Random numbers are the same both times, if they are drawn from torch's default generators.
+    store keeps the first argument, which is the same on all ranks.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -114,12 +126,12 @@ class Checkpoint:
         self.gathering = None  # (x, work to wait for) from prefetch() to recompute()
         self.previous = store.last() if store.last else None  # the checkpoint that backward needs next
         store.last = weakref.ref(self)
-        self.random_states = swap_random_states()
+        self.random_states = get_random_states()
         self.dropped = []  # (shape, dtype) by number
-        self.recomputed = {}  # tensor by number, until backward has asked for it
+        self.recomputed = {}  # (tensor, its version) by number, until backward has asked for it
 
     def run(self, pack, args):
-        """Call the function. pack() is given what autograd would save for backward."""
+        """Call the function with args. pack() is given what autograd would save for backward."""
         with saved_tensors_hooks(pack, self.unpack):
             return self.function(*args)
 
@@ -131,7 +143,9 @@ class Checkpoint:
         # The first tensor that backward asks for brings all of them; each is free once it has been used.
         if number not in self.recomputed:
             self.recompute()
-        return self.recomputed.pop(number)
+        tensor, version = self.recomputed.pop(number)
+        assert tensor._version == version, "a tensor that backward needs was changed in place"
+        return tensor
 
     def prefetch(self):
         """Start to all-gather x, unless that has started."""
@@ -139,7 +153,10 @@ class Checkpoint:
         return self.gathering
 
     def recompute(self):
-        """Run the function as in forward, until it has computed what backward needs."""
+        """Run the function as in forward, until it has computed what backward needs.
+
+        This run's graph is thrown away: only what it would save is taken.
+        """
         assert versions_of(self.args) == self.versions, "a checkpoint's argument was changed in place"
         x, work = self.prefetch()
         self.gathering = None
@@ -148,23 +165,24 @@ class Checkpoint:
         if self.previous:
             self.previous.prefetch()
         self.recomputed = {}
-        before = swap_random_states(self.random_states)
+        before = get_random_states()
+        set_random_states(self.random_states)
         with suppress(StopRecomputation), torch.enable_grad():
             self.run(self.pack_again, (x, *self.args))
-        swap_random_states(before)
-        assert len(self.recomputed) == len(self.dropped), "recomputed, a function saved fewer tensors"
+        set_random_states(before)
+        assert len(self.recomputed) == len(self.dropped), "the recomputation saved fewer tensors"
 
     def pack_again(self, tensor):
         number = len(self.recomputed)
-        assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed, a tensor differs"
-        # Not the tensor itself: its graph has these hooks, so it would keep this checkpoint alive.
-        self.recomputed[number] = tensor.detach()
+        assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed with another shape or dtype"
+        # The tensor itself has a graph, which has these hooks, which have this checkpoint: a reference cycle.
+        self.recomputed[number] = tensor.detach(), tensor._version
         if len(self.recomputed) == len(self.dropped):
             raise StopRecomputation
 
 
 class StopRecomputation(BaseException):
-    """Ends a function that has computed what backward needs, also in a `try` with `except Exception`."""
+    """Ends the function. As a BaseException, it also passes an `except Exception` in the function."""
 
 
 class Partitioned:
@@ -214,13 +232,14 @@ def versions_of(values):
     return [leaf._version for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def swap_random_states(states=()):
-    """Set the states of the random generators, the CPU's and the GPUs'. Returns what they were before."""
-    generators = [torch.default_generator, *torch.cuda.default_generators]
-    before = [generator.get_state() for generator in generators]
-    for generator, state in zip(generators, states):
+def get_random_states():
+    """The states of torch's default random generators, the CPU's and the GPUs'."""
+    return [generator.get_state() for generator in (torch.default_generator, *torch.cuda.default_generators)]
+
+
+def set_random_states(states):
+    for generator, state in zip((torch.default_generator, *torch.cuda.default_generators), states):
         generator.set_state(state)
-    return before
 
 
 @torch.no_grad()

@@ -142,6 +142,7 @@ def check_said(name):
         (nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, "nothing"),
         (lesson.Block(2, 8), {"up": column, "down": (lesson.row_parallel, 1, 1)}, of_parts),
         (Net(), plan_of(lesson, ["up", "gate"]), of_ties),
+        (nn.Sequential(nn.Embedding(8, 8)), {"0": rows, "1*": column}, "no layer is split by 1*"),
     ):
         said = error_of(partial(wrap, lesson, module, plan))
         assert expected in said, f"{said}, not {expected}"
@@ -203,7 +204,7 @@ MUTANTS = [
     ("F.linear(x, linear.weight)", "F.linear(x, linear.weight, linear.bias)", check_layers, "row: not"),
     ("own_logit * is_here", "own_logit", check_layers, "the loss overflows"),
     ("(indices >= first)", "(indices > first)", check_layers, "the loss overflows"),
-    ("masked_fill(~is_here", "masked_fill(is_here", check_layers, "tokens: not torch's output"),
+    ("found * is_here", "found * ~is_here", check_layers, "tokens: not torch's output"),
     ("(indices >= 0) & (indices < vocab)", "indices < vocab", check_layers, "token -100 of 13: nothing"),
     ("(indices >= 0) & (indices < vocab)", "indices >= 0", check_layers, "token 13 of 13: nothing"),
     ("dist.all_reduce(largest, dist.ReduceOp.MAX)", "largest.zero_()", check_layers, "the loss overflows"),
@@ -212,6 +213,7 @@ MUTANTS = [
     ("rank, world_size = dist.get_rank(),", "rank, world_size = 0,", check_net, "norms differ"),
     ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),
     ("dist.all_reduce(squares)", "pass", check_net, "norms differ"),
+    ("if pattern not in planned.values()", "if False", check_said, "nothing, not no layer is split by 1*"),
     ("    if not plain:", "    if False:", check_said, "nothing, not 0 is no Linear"),
     (' and "=" not in layer.extra_repr()', "", check_said, "nothing, not no Embedding without options"),
 ]  # fmt: skip

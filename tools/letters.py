@@ -4,10 +4,11 @@ A formula is a line `name formula`. P parameters, R on the rank with most, T in 
 block, E in no block; L layers, a heads, h width, s context, v vocabulary; N ranks of C stages, k microbatches
 of b sequences each; w bytes of a weight, m of a shard (fp32 at least), c of an fp32 copy (bf16: 4, else 0), K
 of a parameter's optimizer state; G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1
-over gloo. With M mixtures of X experts on e ranks, of which a token takes t: U parameters in an expert, D
-outside them; an all-to-all depends on tokens, the formula is its mean. H parameters in Muon's matrices, O of
-them on the rank with most, q bytes of a number in Newton-Schulz, o bytes of an outer momentum. H are
-diloco.py's steps from exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
+over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
+which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
+is its mean. H parameters in Muon's matrices, O of them on the rank with most, q bytes of a number in
+Newton-Schulz, o bytes of an outer momentum. H are diloco.py's steps from exchange to exchange; letters of
+time alone stand in tools/formulas.py, at TIME.
 """
 
 import re
@@ -64,6 +65,8 @@ def letters_of(lesson, config, ranks, backend):
     letters["f"] = min(ahead, config.layers - 1)
     letters["G"] = min(letters["P"], max(letters["T"], 2**24))
     letters["F"] = getattr(config, "shard", 1)
+    positions = config.context * hasattr(lesson, "TensorParallel")  # sequence_parallel.py splits these
+    letters["r"] = (6 * config.layers + 2 + positions) * config.width
     if hasattr(config, "tp"):
         letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
     if hasattr(config, "experts"):
