@@ -56,7 +56,7 @@ CHANGES = rows(r"diff (\w+)\.py (\w+)\.py *#? ?(.*)")  # {old: [new, why]}
 MEASURED = rows(r"(\w+) +(\d+) +([\d.]+) +\S+" + r" +(\S+ / \S+|-)" * 5 + r" +([\d.]+)  .*", RUN)
 PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_text())
 PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", SPEED, re.M)
-SENT = r"\b(dist\.(all_|broadcast|i?send|i?recv)|all_gather\(|collective\()"
+SENT = r"\b(dist\.(all_|broadcast|i?send|i?recv)|all_gather\(|reduce_scatter\(|collective\()"
 SENDS = re.compile(f'(?!.*("sd"|getattr)).*{SENT}')  # in HTML; not in a docstring (sd)
 OF_FILMS = r'<section class="film".*?</section>', r'<p class="legend film-legend".*?</p>'
 CALLS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send", "broadcast", "reduce")
