@@ -139,8 +139,8 @@ def split_layers(layers, n_stages):
 class Pipeline(nn.Module):
     """Runs a schedule on layers split over all ranks. One microbatch after the other, a rank would do this:
 
-        x = microbatch if is_first else receive(rank - 1)
-        output = layers(x.requires_grad_())
+        x = microbatch if is_first else receive(rank - 1).requires_grad_()
+        output = layers(x)
         if is_last:
             loss_function(output, target).backward()
         else:
@@ -198,7 +198,7 @@ class Pipeline(nn.Module):
         for param, ranks in self.ranks_of.items():
             dist.broadcast(param.data, 0)
             if len(ranks) > 1:
-                self.ties[param] = dist.new_group(ranks)
+                self.ties[param] = dist.new_group(ranks)  # all ranks must call it
             if self.rank not in ranks:
                 self.ties.pop(param, None)
                 self.shapes[param] = param.shape
@@ -237,7 +237,7 @@ class Pipeline(nn.Module):
         else:
             self._send("F", stage + 1, output.detach())
             # Backward needs the place of the output in the graph, not its numbers: do not keep them.
-            output = get_gradient_edge(output.requires_grad_())  # which it does not if all layers are frozen
+            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): for frozen layers
         self.in_flight[stage, j] = x, output
 
     def _backward(self, stage, j):

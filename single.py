@@ -6,8 +6,8 @@ Idea
 
     Three things make this loop longer than a textbook's. A batch may be too large for the device, so --accum
     microbatches are computed one after another, and their gradients add up. Now and then a batch has a huge
-    gradient, so a gradient whose norm is above --clip is scaled down to it. And bf16 halves the memory of
-    weights and gradients, but has only 8 significant bits: 1 + 0.001 rounds to 1, so a weight of 1 would not
+    gradient, so a gradient whose norm is above --clip is scaled down to it. And bf16 is faster than fp32, and
+    activations take half, but it has 8 significant bits: 1 + 0.001 rounds to 1, so a weight of 1 would not
     move under updates of 0.001, however many there are. So the optimizer updates fp32 copies of the weights,
     the masters, in which small updates add up. The bf16 weights that forward and backward use are the
     masters, rounded (mixed precision: arXiv 1710.03740, section 3.1).
@@ -59,8 +59,8 @@ import torch.nn.functional as F
 #         optimizer.step()
 #         model.zero_grad()
 #
-# Its three problems are those of the docstring's second paragraph. The inner loop of train() solves the
-# first, clip_grad_norm_() the second, and MasterWeights, a wrapper of the optimizer, the third.
+# It has three problems: large batches, huge gradients, bf16. The inner loop of train() solves the first,
+# clip_grad_norm_() the second, and MasterWeights, a wrapper of the optimizer, the third.
 
 
 def clip_grad_norm_(params, max_norm):
