@@ -1,7 +1,7 @@
 """DDP: each rank trains a copy of the model on its part of the batch; the ranks average their gradients.
 
 Idea
-    Each of N ranks computes the gradients of its 1/N of the batch. If each loss is a mean over as many
+    Each of N ranks computes the gradients of its 1/N of the batch. If all losses are means over equally many
     tokens, the average of these gradients over all ranks is that of the whole batch. So if all ranks start
     from the same weights and make the same updates, they train as one process would with the whole batch.
 
@@ -27,8 +27,8 @@ Run
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged: each rank has those of its own batches.
     A parameter without a gradient in a step's last backward is an error.
-    Not noticed: ranks that load other weights, draw the same dropout masks, or have other numbers of batches
-    (then they wait for each other); a module that is cast or moved once it is wrapped.
+    Not noticed: a step without a last backward, where nothing is averaged; ranks that load different weights
+    or share a seed for dropout, so that masks repeat; a module that is cast or moved once it is wrapped.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten  # views of a fla
 
 
 def average_gradients(model):
-    """All that DDP does, if time does not matter: call it after backward, as --no-overlap does."""
+    """All that DDP does in a step, if time does not matter: call it after backward (see --no-overlap)."""
     for param in model.parameters():
         dist.all_reduce(param.grad)
         param.grad /= dist.get_world_size()
@@ -136,7 +136,7 @@ class Bucket:
     def collect(self, param):
         """Move a gradient into flat_grad. Later backwards of the step add to it there."""
         view = self.grad_views[param]
-        if param.grad is not view:  # this is the first gradient since zero_grad()
+        if param.grad is not view:  # zero_grad() has set it to None, so that autograd has made a new tensor
             view.copy_(param.grad)
             param.grad = view
 

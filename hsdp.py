@@ -326,7 +326,7 @@ def find_units(module, unit_class):
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                owner[param] = module if param in owner else submodule
+                owner[param] = module if param in owner else submodule  # in several units: the root's
     units = {module: []}
     for param in module.parameters():
         if param.requires_grad:

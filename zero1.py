@@ -104,7 +104,7 @@ class ZeRO1(nn.Module):
 
     def _pre_forward(self, *_):
         self._check()
-        # The new weights start to travel, all at once. (Not earlier: nobody tells this class of the update.)
+        # The new weights start to travel, all at once. (Not earlier: this class does not see the update.)
         if not self.accumulating:
             for unit in self.units:
                 unit.start_all_gather()
@@ -221,7 +221,7 @@ class Unit:
 
     def finish_reduce_scatter(self):
         self.reduce_work.wait()
-        # In fp32 this also zeroes shard.grad, a part of it. What that held was sent, and is in the sum.
+        # In fp32 shard.grad is a part of flat_grad and is zeroed, too. Its old value is in the received sum.
         self.flat_grad.zero_()
         for gradient in self.received:
             self.shard.grad += gradient
@@ -245,7 +245,7 @@ def find_units(module, unit_class):
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                owner[param] = module if param in owner else submodule
+                owner[param] = module if param in owner else submodule  # in several units: the root's
     units = {module: []}
     for param in module.parameters():
         if param.requires_grad:

@@ -102,7 +102,7 @@ class ZeRO2(nn.Module):
 
     def _pre_forward(self, *_):
         self._check()
-        # The new weights start to travel, all at once. (Not earlier: nobody tells this class of the update.)
+        # The new weights start to travel, all at once. (Not earlier: this class does not see the update.)
         if not self.accumulating:
             for unit in self.units:
                 unit.start_all_gather()
@@ -243,7 +243,7 @@ def find_units(module, unit_class):
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
-                owner[param] = module if param in owner else submodule
+                owner[param] = module if param in owner else submodule  # in several units: the root's
     units = {module: []}
     for param in module.parameters():
         if param.requires_grad:
