@@ -103,7 +103,7 @@ class DP(nn.Module):
         devices = [None, *self.devices[1:]]
         replicas, outputs = zip(*self.parallel_apply(self._forward_on, devices, shares))
         check_tensors(*outputs)
-        # Gather. The output is that of the whole batch, as if device 0 had computed all of it.
+        # Gather. The output is that of the whole batch, as if device 0 had computed it (but for BatchNorm).
         output = torch.cat([send(output, self.devices[0]) for output in outputs])
         return RunBackwards.apply((self, replicas, outputs), output, *self.module.parameters())
 

@@ -28,9 +28,9 @@ Run
     torchrun --nproc_per_node=8 hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    What zero3.py leaves out. Not noticed are also its mistakes: an optimizer that is not elementwise or made
-    before wrapping, torch's clip_grad_norm_, an update between a forward and its backward. While a weight is
-    sharded, it is NaN. If the loss uses a tensor that a unit has made but not returned, return it.
+    What zero3.py leaves out. Unnoticed, as there: an optimizer that is not elementwise or is made before
+    wrapping; torch's clip_grad_norm_; an update between a forward and its backward; a step without a last
+    backward. A sharded weight is NaN. A unit must return whatever the loss uses of it.
 """
 
 import argparse
