@@ -28,9 +28,9 @@ Run
     torchrun --nproc_per_node=8 hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    What zero3.py leaves out. Unnoticed, as there: an optimizer that is not elementwise or is made before
-    wrapping; torch's clip_grad_norm_; an update between a forward and its backward; a step without a last
-    backward. A sharded weight is NaN. A unit must return whatever the loss uses of it.
+    Buffers are not averaged. Each step must use all parameters. A sharded weight is NaN. Not noticed: an
+    optimizer that is not elementwise or is made before wrapping; torch's clip_grad_norm_; an update before a
+    step's last backward; a step without one; a loss that uses what a unit made and did not return.
 """
 
 import argparse
@@ -212,7 +212,7 @@ class HSDP(nn.Module):
     def _protect(self):
         for submodule in self.modules():
             for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
-                setattr(submodule, name, refuse_use)
+                setattr(submodule, name, refuse_use.__get__(submodule))
         self.module.state_dict = refuse_use
 
 

@@ -33,7 +33,7 @@ Left out
     wrapping, which updates nothing; torch's own clip_grad_norm_, which takes the norm of 1/N; an update
     before a step's last backward. How to decay matrices only, and to resume: docs/use.md.
     A submodule that is called alone after an update has old weights. zero_grad(set_to_none=False) between the
-    backwards of a step keeps what other ranks own.
+    backwards of a step keeps the gradients of other ranks' shards.
 """
 
 import argparse
@@ -167,7 +167,7 @@ class ZeRO1(nn.Module):
     def _protect(self):
         for submodule in self.modules():
             for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
-                setattr(submodule, name, refuse_use)
+                setattr(submodule, name, refuse_use.__get__(submodule))
         self.module.state_dict = refuse_use
 
 

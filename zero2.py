@@ -163,7 +163,7 @@ class ZeRO2(nn.Module):
     def _protect(self):
         for submodule in self.modules():
             for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
-                setattr(submodule, name, refuse_use)
+                setattr(submodule, name, refuse_use.__get__(submodule))
         self.module.state_dict = refuse_use
 
 
@@ -210,7 +210,7 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()  # for the padding
-        self.grad_views[param].copy_(param.grad)  # it could be no view before, as that had no memory
+        self.grad_views[param].copy_(param.grad)  # param.grad is no view of flat_grad, which had no memory
         param.grad = None
 
     def start_reduce_scatter(self):

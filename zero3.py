@@ -210,7 +210,7 @@ class ZeRO3(nn.Module):
     def _protect(self):
         for submodule in self.modules():
             for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
-                setattr(submodule, name, refuse_use)
+                setattr(submodule, name, refuse_use.__get__(submodule))
         self.module.state_dict = refuse_use
 
 

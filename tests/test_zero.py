@@ -310,6 +310,15 @@ def check_protected(name):
 
 
 @on_ranks(2)
+def check_compiled(name):
+    """Units may be compiled before they are wrapped."""
+    zero = chain(name)
+    zero.module[1].compile(backend="eager")
+    said = error_of(lambda: zero(torch.ones(2)).sum().backward())
+    assert said == "nothing", f"not compiled: {said}"
+
+
+@on_ranks(2)
 def check_unsynced(name):
     """Gradients of this rank alone are not clipped as if they were all ranks'."""
     zero = chain(name)
@@ -374,12 +383,14 @@ def check_freed_in_time(name):
     assert "a unit must return a tensor that requires" in said, f"not refused: {said}"
 
 
+EVERY, SHARDED = "ddp zero1 zero2 zero3", "zero1 zero2 zero3"
 odd = [partial(check_odd, **options) for options in ({"size": 1}, {}, {"size": 2, "how": recompute})]
 test_each_promise_is_kept = holds(("ddp", *STAGES), *odd, check_norm, check_adopted, check_failed, check_late)
 test_any_module_trains_in_buckets = holds("ddp", *(partial(check_odd, bucket_cap_mb=x) for x in (0, 0.001)))
 test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
 test_zero3_has_one_unit_or_two_unsharded = holds("zero3", check_gathering, check_freed_in_time)
 test_mistakes_are_not_silent = holds(STAGES, check_protected)
+test_units_may_be_compiled = holds(EVERY.split(), check_compiled)
 test_ddp_notices_what_is_frozen_late = holds("ddp", check_frozen_late)
 test_zero1_notices_gradients_of_one_rank = holds("zero1", check_unsynced)
 test_a_unit_whose_forward_is_not_called_is_noticed = holds(("zero1", "zero2"), check_bypassed)
@@ -392,7 +403,6 @@ def swapped(indent):
     return [text.format(" " * indent) for text in (wait + start, start + wait)]
 
 
-EVERY, SHARDED = "ddp zero1 zero2 zero3", "zero1 zero2 zero3"
 MUTANTS = [
     (EVERY, "        if self.waiting:\n", "        if False:\n", check_failed, "goes on after"),
     ("ddp", "        self._check()\n        return", "        return", check_failed, "goes on after"),
@@ -445,6 +455,7 @@ MUTANTS = [
     (SHARDED, '"load_state_dict", ', "", check_protected, "is not refused"),
     (SHARDED, '"requires_grad_", ', "", check_protected, "is not refused"),
     (SHARDED, ', "_apply")', ")", check_protected, "is not refused"),
+    (SHARDED, "refuse_use.__get__(submodule)", "refuse_use", check_compiled, "not compiled"),
     (SHARDED, "self.module.state_dict = refuse_use", "pass", check_protected, "is not refused"),
     (SHARDED, "if len({param.dtype for param in params}) > 1:", "if False:", check_protected, "one dtype"),
     (SHARDED, "if not owner or not found:", "if not found:", check_protected, "has no"),
