@@ -54,20 +54,20 @@ plain_attention = F.scaled_dot_product_attention  # which train() replaces
 
 
 def shard_sequence(x, dim, order="zigzag", group=None):
-    """This rank's tokens of x: two of 2N chunks along dim."""
+    """This rank's tokens of x: two of 2N chunks along dim, in ring_attention()'s order, or "contiguous"."""
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     if x.shape[dim] % (2 * world_size):
         raise ValueError(f"{x.shape[dim]} tokens: must be a multiple of 2 x {world_size} ranks")
     chunks = x.chunk(2 * world_size, dim)
-    own = chunks[rank], chunks[-1 - rank]
-    if order == "contiguous":
-        own = chunks[2 * rank : 2 * rank + 2]
-    return torch.cat(own, dim)
+    own = {"zigzag": (chunks[rank], chunks[-1 - rank]), "contiguous": chunks[2 * rank : 2 * rank + 2]}
+    return torch.cat(own[order], dim)
 
 
 def ring_attention(q, k, v, *, is_causal=False, group=None, order="zigzag"):
     """Attention of q (b, a, s/N, h/a) to all ranks' k and v (b, a_kv, s/N, h/a), where a_kv divides a."""
+    if order == "zigzag" and q.shape[2] % 2:
+        raise ValueError(f"{q.shape[2]} tokens: zigzag needs an even number, as shard_sequence() gives")
     return RingAttention.apply(q, k, v, group, order, is_causal)
 
 
@@ -189,8 +189,10 @@ def merge(out, lse, block, block_lse):
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-def ulysses_attention(q, k, v, *, is_causal=False, group=None):
-    """Like ring_attention(), but tokens are in contiguous order, and N must divide a_kv."""
+def ulysses_attention(q, k, v, *, is_causal=False, group=None, order="zigzag"):
+    """Like ring_attention(), but N must divide a_kv, and causal attention needs order "contiguous"."""
+    if is_causal and order != "contiguous":
+        raise ValueError("Ulysses needs order='contiguous', here and in shard_sequence()")
     if k.shape[1] % dist.get_world_size(group):
         raise ValueError(f"{k.shape[1]} key heads: must be a multiple of the ranks")
     q, k, v = (AllToAll.apply(x, 1, 2, group) for x in (q, k, v))  # (b, a/N, s, h/a)
@@ -221,9 +223,8 @@ def train(config):
     replica = dist.get_rank() // config.cp
     dtype = DTYPES[config.dtype]
     shard = partial(shard_sequence, order=config.order, group=group)
-    attention = partial(ring_attention, order=config.order, group=group)
-    if config.kind == "ulysses":
-        attention = partial(ulysses_attention, group=group)
+    attention = ring_attention if config.kind == "ring" else ulysses_attention
+    attention = partial(attention, order=config.order, group=group)
     model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):

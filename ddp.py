@@ -28,7 +28,7 @@ Left out
     Buffers, such as BatchNorm's statistics, are not averaged: each rank has those of its own batches.
     A parameter without a gradient in a step's last backward is an error.
     Not noticed: a step without a last backward, where nothing is averaged; ranks that load different weights
-    or share a seed for dropout, so that masks repeat; a module that is cast or moved once it is wrapped.
+    or share a seed for dropout, so that masks repeat. What else fails, and how: docs/use.md.
 """
 
 import argparse
@@ -75,7 +75,9 @@ class DDP(nn.Module):
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self.params = [param for param in module.parameters() if param.requires_grad]
+        self.params = [param for _, param in module.named_parameters() if param.requires_grad]
+        if not self.params or any(param._post_accumulate_grad_hooks for param in self.params):
+            raise ValueError("all parameters are frozen, or one is wrapped already: build the module anew")
         self.buckets = [Bucket(params) for params in fill_buckets(self.params, bucket_cap_mb)]
         # Autograd calls _gradient_ready as soon as a parameter has its gradient. (Through a proxy, as a hook
         # that referred to the model itself would keep it in memory for ever.)
@@ -120,8 +122,11 @@ class DDP(nn.Module):
     def _check(self):
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
-        if sum(param.requires_grad for param in self.module.parameters()) != len(self.params):
-            raise RuntimeError("requires_grad has changed: freeze parameters before you wrap the module")
+        if {param for param in self.module.parameters() if param.requires_grad} != set(self.params):
+            raise RuntimeError("add, replace and freeze parameters before you wrap the module, not after")
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError("a DDP cannot be copied or pickled: copy or save the module in it")
 
 
 class Bucket:
@@ -137,7 +142,7 @@ class Bucket:
         """Move a gradient into flat_grad. Later backwards of the step add to it there."""
         view = self.grad_views[param]
         if param.grad is not view:  # zero_grad() has set it to None, so that autograd has made a new tensor
-            view.copy_(param.grad)
+            view.copy_(param.grad.to_dense())
             param.grad = view
 
     def start_all_reduce(self):

@@ -58,7 +58,9 @@ class DiLoCo:
         if inner_steps % fragments or not 0 <= delay < inner_steps // fragments:
             raise ValueError("inner_steps must be a multiple of fragments, delay less than the quotient")
         params = list(params)
-        flat_param = nn.utils.parameters_to_vector(params).detach()
+        if len({param.dtype for param in params}) > 1:
+            raise ValueError("params must be of one dtype")
+        flat_param = torch.cat([param.detach().flatten() for param in params])
         dist.broadcast(flat_param, 0)
         for param, view in zip(params, unflatten(flat_param, params)):
             param.data = view

@@ -62,6 +62,8 @@ class MoE(nn.Module):
 
     def __init__(self, width, hidden, experts, top_k, group=None, capacity_factor=math.inf):
         super().__init__()
+        if experts % dist.get_world_size(group) or top_k > experts:
+            raise ValueError(f"{experts} experts: must be a multiple of the group's ranks, at least top_k")
         self.top_k = top_k
         self.group = group
         self.capacity_factor = capacity_factor

@@ -29,8 +29,9 @@ Run
 
 Left out
     Buffers are not averaged. Each step must use all parameters. A sharded weight is NaN. Not noticed: an
-    optimizer that is not elementwise or is made before wrapping; torch's clip_grad_norm_; an update before a
-    step's last backward; a step without one; a loss that uses what a unit made and did not return.
+    optimizer that is not elementwise or is made before wrapping; torch's clip_grad_norm_ and GradScaler; an
+    update before a step's last backward; a step without one; parameters that are added or unfrozen after
+    wrapping; a loss that uses what a unit made and did not return. What else fails, and how: docs/use.md.
 """
 
 import argparse
@@ -63,10 +64,8 @@ class HSDP(nn.Module):
 
     The problem is that nothing is computed during the all-reduce. So here it starts when the next unit has
     its gradients, and travels while backward goes on.
-
-    parameters() are this rank's shards, for an elementwise optimizer that is made after wrapping.
-    device: where shards and unsharded units are. (A module on the CPU moves there unit by unit.)
-    is_last_backward: False in all backwards of a step but the last saves all-reduces."""
+    parameters() are this rank's shards, for an elementwise optimizer that is made after wrapping. device:
+    where shards and unsharded units are. is_last_backward: False but in a step's last saves all-reduces."""
 
     def __init__(self, module: nn.Module, unit_class: type, shard_size: int, prefetch=1, device=None):
         super().__init__()
@@ -178,9 +177,9 @@ class HSDP(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        if not self.is_last_backward:
-            raise RuntimeError("the last backward of a step must have is_last_backward = True")
         grads = [unit.shard.grad for unit in self.units]
+        if grads[0] is None or not self.is_last_backward:
+            raise RuntimeError("clip after a step's last backward, which must have is_last_backward = True")
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares, group=self.group)  # not across nodes: replicas have the same
         norm = squares.sqrt()
@@ -188,42 +187,41 @@ class HSDP(nn.Module):
         return norm
 
     def full_state_dict(self):
-        """The plain module's state_dict, on rank 0's CPU; {} on other ranks. All ranks must call it."""
-        state_dict = {}
-        sharded = {param for unit in self.units for param in unit.params}
+        """The plain module's state_dict on rank 0, weights on the CPU; else {}. All ranks must call it."""
+        weights = {}
         for unit in self.units:
             unit.reshard()  # it may be out of date
             unit.unshard()
             unit.wait_for_unshard()
-            for name, tensor in nn.Module.state_dict(self.module, keep_vars=True).items():
-                # This unit's weights, and once what is in no unit: buffers and frozen weights.
-                is_new = tensor in unit.grad_views or (tensor not in sharded and name not in state_dict)
-                if is_new and dist.get_rank() == 0:
-                    state_dict[name] = tensor.detach().to("cpu", copy=True)
+            for name, param in nn.Module.named_parameters(self.module, remove_duplicate=False):
+                if param in unit.grad_views and dist.get_rank() == 0:
+                    weights[name] = param.detach().to("cpu", copy=True)
             unit.reshard()
-        return state_dict
+        state_dict = nn.Module.state_dict(self.module)  # which has the buffers, and frozen weights, too
+        return {name: weights.get(name, value) for name, value in state_dict.items() if weights}
 
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
+        if not all(unit.shard.requires_grad for unit in self.units):
+            raise RuntimeError("freeze the module's parameters before you wrap it, not the shards")
 
     def _protect(self):
         for submodule in self.modules():
-            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
+            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply", "__reduce_ex__"):
                 setattr(submodule, name, refuse_use.__get__(submodule))
         self.module.state_dict = refuse_use
 
 
 def refuse_use(*args, **kwargs):
-    raise RuntimeError("use parameters() and full_state_dict() of the wrapper; load, freeze, move first")
+    raise RuntimeError("use parameters() and full_state_dict(); load, freeze, move, copy before you wrap")
 
 
 class Unit:
-    """Parameters that travel together, as views of flat_param. Their gradients gather in flat_grad, which has
-    memory only from the first gradient in a backward until it has been sent; flat_param has memory only while
-    the unit is unsharded.
+    """Parameters that travel together, as views of flat_param, which has memory only while the unit is
+    unsharded. Their gradients gather in flat_grad, which has memory from the first until it has been sent.
 
     shard, which the optimizer updates, is a copy of this rank's 1/F of flat_param (in bf16 an fp32 copy)."""
 
@@ -277,7 +275,7 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()  # for the padding
-        self.grad_views[param].copy_(param.grad)
+        self.grad_views[param].copy_(param.grad.to_dense())
         param.grad = None
 
     def start_reduce_scatter(self):
@@ -329,6 +327,8 @@ def find_units(module, unit_class):
                 owner[param] = module if param in owner else submodule  # in several units: the root's
     units = {module: []}
     for param in module.parameters():
+        if param._post_accumulate_grad_hooks:
+            raise ValueError("the module, or a part of it, is wrapped already: build it anew")
         if param.requires_grad:
             units.setdefault(owner.get(param, module), []).append(param)
     found = [(submodule, params) for submodule, params in units.items() if params]

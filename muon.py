@@ -108,13 +108,18 @@ class ZeROMuon(nn.Module):
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, 0)
         homes = find_matrices(module, unit_class)
+        if not homes or any(param._post_accumulate_grad_hooks for param in module.parameters()):
+            raise ValueError(f"there is no matrix in a {unit_class}, or the module is wrapped already")
         rest = [param for param in module.parameters() if param.requires_grad and param not in homes]
         owners, self.imbalance = assign_owners(homes, dist.get_world_size())
         self.units = [Unit(self, module, rest)]
         for matrix, home in homes.items():
             self.units.append(Unit(self, home, [matrix], None if gather else owners[matrix]))
         module.register_forward_pre_hook(self._begin_forward, prepend=True)
-        self.shards = nn.ParameterList(unit.shard for unit in self.units)
+        self._protect()
+
+    def parameters(self, recurse=True):
+        return iter([unit.shard for unit in self.units])
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -125,7 +130,9 @@ class ZeROMuon(nn.Module):
 
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [shard.grad for shard in self.shards]
+        grads = [unit.shard.grad for unit in self.units]
+        if any(grad is None for grad in grads):
+            raise RuntimeError("clip after backward, in which all parameters must get a gradient")
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -138,7 +145,19 @@ class ZeROMuon(nn.Module):
         for unit in self.units:
             unit.unshard()
             unit.wait_for_unshard()
-        return self.module.state_dict()
+        return nn.Module.state_dict(self.module)
+
+    # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
+
+    def _protect(self):
+        for submodule in self.modules():
+            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply", "__reduce_ex__"):
+                setattr(submodule, name, refuse_use.__get__(submodule))
+        self.module.state_dict = refuse_use
+
+
+def refuse_use(*args, **kwargs):
+    raise RuntimeError("use parameters() and full_state_dict(); load, freeze, move, copy before you wrap")
 
 
 class Unit:
@@ -151,7 +170,7 @@ class Unit:
         self.weights = params
         self.owner = owner
         self.world_size = dist.get_world_size()
-        self.flat_param = nn.utils.parameters_to_vector(params).detach()
+        self.flat_param = torch.cat([param.detach().flatten() for param in params])
         self.flat_grad = torch.zeros_like(self.flat_param)
         self.cuts = self.world_size  # equal parts, or only the owner's is not empty
         if owner is not None:

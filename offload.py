@@ -29,7 +29,8 @@ Run
     torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 20 --link-gbps 10
 
 Left out
-    What zero2.py leaves out; delayed updates (5.2), disks, recomputation; weights frozen, unused, shared.
+    What zero2.py leaves out; delayed updates (5.2), disks, recomputation. Weights that are frozen,
+    that a step does not use, or that two blocks share are an error.
 """
 
 import argparse
@@ -118,6 +119,8 @@ class Unit:  # its weights: on the device a flat vector, on the host this rank's
     def __init__(self, offload, weights):
         self.offload = offload
         self.weights = weights
+        if any(weight._post_accumulate_grad_hooks for weight in weights):
+            raise ValueError("a weight is in two units, or is wrapped already")
         size = sum(map(torch.numel, weights))
         self.padding = -size % dist.get_world_size()
         self.flat_param = weights[0].new_empty(size + self.padding, device=offload.device)

@@ -30,9 +30,10 @@ Run
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
     All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
-    Not noticed: an optimizer that is not elementwise, such as Muon (see muon.py); one that is made before
-    wrapping, which updates nothing; torch's own clip_grad_norm_, which takes the norm of 1/N; an update
-    before a step's last backward. How to decay matrices only, and to resume: docs/use.md.
+    Not noticed: an optimizer that is not elementwise, such as Shampoo (for Muon see muon.py); one of the
+    module's own parameters, as it was made before wrapping, which updates nothing; a parameter that is added
+    or unfrozen after wrapping, which is not trained; torch's own clip_grad_norm_ and GradScaler, which look
+    at 1/N of the gradients; an update before a step's last backward. What else fails, and how: docs/use.md.
     A submodule that is called alone after an update has old weights.
 """
 
@@ -136,9 +137,9 @@ class ZeRO2(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        if not self.is_last_backward:
-            raise RuntimeError("the last backward of a step must have is_last_backward = True")
         grads = [unit.shard.grad for unit in self.units]
+        if grads[0] is None or not self.is_last_backward:
+            raise RuntimeError("clip after a step's last backward, which must have is_last_backward = True")
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -157,18 +158,20 @@ class ZeRO2(nn.Module):
     def _check(self):
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
+        if not all(unit.shard.requires_grad for unit in self.units):
+            raise RuntimeError("freeze the module's parameters before you wrap it, not the shards")
         if any(unit.gather_work for unit in self.units):
             raise RuntimeError("the weights of a unit were used, but its forward was not called")
 
     def _protect(self):
         for submodule in self.modules():
-            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
+            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply", "__reduce_ex__"):
                 setattr(submodule, name, refuse_use.__get__(submodule))
         self.module.state_dict = refuse_use
 
 
 def refuse_use(*args, **kwargs):
-    raise RuntimeError("use parameters() and full_state_dict() of the wrapper; load, freeze, move first")
+    raise RuntimeError("use parameters() and full_state_dict(); load, freeze, move, copy before you wrap")
 
 
 class Unit:
@@ -210,7 +213,7 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()  # for the padding
-        self.grad_views[param].copy_(param.grad)  # param.grad is no view of flat_grad, which had no memory
+        self.grad_views[param].copy_(param.grad.to_dense())  # not a view of it, as that had no memory
         param.grad = None
 
     def start_reduce_scatter(self):
@@ -246,6 +249,8 @@ def find_units(module, unit_class):
                 owner[param] = module if param in owner else submodule  # in several units: the root's
     units = {module: []}
     for param in module.parameters():
+        if param._post_accumulate_grad_hooks:
+            raise ValueError("the module, or a part of it, is wrapped already: build it anew")
         if param.requires_grad:
             units.setdefault(owner.get(param, module), []).append(param)
     found = [(submodule, params) for submodule, params in units.items() if params]

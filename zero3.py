@@ -31,9 +31,10 @@ Run
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
     All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
-    Not noticed: an optimizer that is not elementwise, such as Muon (see muon.py); one that is made before
-    wrapping, which updates nothing; torch's own clip_grad_norm_, which takes the norm of 1/N; an update
-    before a step's last backward. How to decay matrices only, and to resume: docs/use.md.
+    Not noticed: an optimizer that is not elementwise, such as Shampoo (for Muon see muon.py); one of the
+    module's own parameters, as it was made before wrapping, which updates nothing; a parameter that is added
+    or unfrozen after wrapping, which is not trained; torch's own clip_grad_norm_ and GradScaler, which look
+    at 1/N of the gradients; an update before a step's last backward. What else fails, and how: docs/use.md.
     While a weight is sharded, it is NaN: use it in its unit's forward only. If the loss uses a tensor that a
     unit has made but not returned, backward reads freed memory: return it.
 """
@@ -179,6 +180,8 @@ class ZeRO3(nn.Module):
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         grads = [unit.shard.grad for unit in self.units]
+        if grads[0] is None:
+            raise RuntimeError("clip after a step's last backward")
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -186,42 +189,41 @@ class ZeRO3(nn.Module):
         return norm
 
     def full_state_dict(self):
-        """The plain module's state_dict, on rank 0's CPU; {} on other ranks. All ranks must call it."""
-        state_dict = {}
-        sharded = {param for unit in self.units for param in unit.params}
+        """The plain module's state_dict on rank 0, weights on the CPU; else {}. All ranks must call it."""
+        weights = {}
         for unit in self.units:
             unit.reshard()  # it may be out of date
             unit.unshard()
             unit.wait_for_unshard()
-            for name, tensor in nn.Module.state_dict(self.module, keep_vars=True).items():
-                # This unit's weights, and once what is in no unit: buffers and frozen weights.
-                is_new = tensor in unit.grad_views or (tensor not in sharded and name not in state_dict)
-                if is_new and dist.get_rank() == 0:
-                    state_dict[name] = tensor.detach().to("cpu", copy=True)
+            for name, param in nn.Module.named_parameters(self.module, remove_duplicate=False):
+                if param in unit.grad_views and dist.get_rank() == 0:
+                    weights[name] = param.detach().to("cpu", copy=True)
             unit.reshard()
-        return state_dict
+        state_dict = nn.Module.state_dict(self.module)  # which has the buffers, and frozen weights, too
+        return {name: weights.get(name, value) for name, value in state_dict.items() if weights}
 
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
+        if not all(unit.shard.requires_grad for unit in self.units):
+            raise RuntimeError("freeze the module's parameters before you wrap it, not the shards")
 
     def _protect(self):
         for submodule in self.modules():
-            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply"):
+            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply", "__reduce_ex__"):
                 setattr(submodule, name, refuse_use.__get__(submodule))
         self.module.state_dict = refuse_use
 
 
 def refuse_use(*args, **kwargs):
-    raise RuntimeError("use parameters() and full_state_dict() of the wrapper; load, freeze, move first")
+    raise RuntimeError("use parameters() and full_state_dict(); load, freeze, move, copy before you wrap")
 
 
 class Unit:
-    """Parameters that travel together, as views of flat_param. Their gradients gather in flat_grad, which has
-    memory only from the first gradient in a backward until it has been sent; flat_param has memory only while
-    the unit is unsharded.
+    """Parameters that travel together, as views of flat_param, which has memory only while the unit is
+    unsharded. Their gradients gather in flat_grad, which has memory from the first until it has been sent.
 
     shard, which the optimizer updates, is a copy of this rank's 1/N of flat_param (in bf16 an fp32 copy)."""
 
@@ -274,7 +276,7 @@ class Unit:
         if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()  # for the padding
-        self.grad_views[param].copy_(param.grad)
+        self.grad_views[param].copy_(param.grad.to_dense())
         param.grad = None
 
     def start_reduce_scatter(self):
@@ -310,6 +312,8 @@ def find_units(module, unit_class):
                 owner[param] = module if param in owner else submodule  # in several units: the root's
     units = {module: []}
     for param in module.parameters():
+        if param._post_accumulate_grad_hooks:
+            raise ValueError("the module, or a part of it, is wrapped already: build it anew")
         if param.requires_grad:
             units.setdefault(owner.get(param, module), []).append(param)
     found = [(submodule, params) for submodule, params in units.items() if params]

@@ -33,12 +33,19 @@ def check_attention(name, scale=1, dtype=torch.float64, limit=1e-12, **how):
     given = torch.randn(out.shape, generator=generator).to(dtype).double()
     expected = [out, *torch.autograd.grad(out, whole, given)]
     own = [lesson.shard_sequence(x.detach().to(dtype), 2, order).requires_grad_() for x in whole]
-    run = partial(lesson.ring_attention, order=order) if kind == "ring" else lesson.ulysses_attention
+    run = lesson.ring_attention if kind == "ring" else lesson.ulysses_attention
+    if kind == "ulysses":
+        with pytest.raises(ValueError, match="needs order='contiguous', here and in shard_sequence"):
+            run(*own, is_causal=True)
+    elif order == "zigzag":
+        with pytest.raises(ValueError, match="zigzag needs an even number"):
+            run(*(x[:, :, 1:] for x in own))
+    run = partial(run, order=order)
     with pytest.raises(TypeError, match="positional"):
         run(*own, torch.ones(4, 4))  # a mask is not ignored
     if kind == "ulysses" and size > 1:
         with pytest.raises(ValueError, match="1 key heads: must be a multiple of the ranks"):
-            lesson.ulysses_attention(*(x[:, :1] for x in own))
+            lesson.ulysses_attention(*(x[:, :1] for x in own))  # with no mask any order is right
     out = run(*own, is_causal=True) if is_causal else run(*own)  # as torch's function
     grads = torch.autograd.grad(out, own, lesson.shard_sequence(given.to(dtype), 2, order))
     assert all(x.dtype == dtype for x in (out, *grads)), "another dtype"

@@ -132,7 +132,6 @@ MUTANTS = [
     ("self.shard.grad.to(self.own_param.dtype)", "self.shard.grad", ledger_16, "all-reduce: sent +"),
     ("        self.total = None", "        pass", check_replicas, "are kept"),
     ("self.replica_group, async_op=True", "self.replica_group", check_timeline, "waited for at once"),
-    ("is_new and dist.get_rank() ", "is_new and dist.get_rank(self.group) ", four, "other than 0"),
-    ("        if not self.is_last_backward:\n", "        if False:\n", zero.check_unsynced, "clipped"),
+    ("grad_views and dist.get_rank() ", "grad_views and dist.get_rank(self.group) ", four, "other than 0"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "hsdp")

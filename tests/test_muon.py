@@ -145,7 +145,7 @@ MUTANTS = [
     ("if matrix.shape[0] > matrix.shape[1]", "if False", check_costs, "other FLOPs"),
     ("max(1, rows / columns)", "max(1, columns / rows)", check_original, "numbers differ"),
     ("self.all_gather_works = self.start(dist.broadcast, self.flat_param)", "pass", check, "numbers differ"),
-    ("([rest.shard], lr", "(model.shards, lr", check_ledger, "optimizer: +"),
+    ("([rest.shard], lr", "(model.parameters(), lr", check_ledger, "optimizer: +"),
     ('shard.grad.lerp(momentum, group["momentum"])', "momentum", check, "numbers differ"),
     ('1 - group["lr"] * group["weight_decay"]', "1", check, "numbers differ"),
     ("else update.bfloat16()", "else update", check_fp32, "numbers differ"),

@@ -344,7 +344,7 @@ def check_frozen_late(name):
     """DDP would average neither what is frozen nor what is unfrozen once it is wrapped."""
     ddp = chain(name)
     ddp.module[0].requires_grad_(False)
-    assert "freeze parameters before" in error_of(partial(ddp, torch.ones(2))), "frozen unnoticed"
+    assert "add, replace and freeze parameters" in error_of(partial(ddp, torch.ones(2))), "frozen unnoticed"
 
 
 class Returns(nn.Linear):
@@ -407,7 +407,7 @@ def swapped(indent):
 MUTANTS = [
     (EVERY, "        if self.waiting:\n", "        if False:\n", check_failed, "goes on after"),
     ("ddp", "        self._check()\n        return", "        return", check_failed, "goes on after"),
-    ("ddp", "!= len(self.params):", "== 0:", check_frozen_late, "frozen unnoticed"),
+    ("ddp", "!= set(self.params):", "== 0:", check_frozen_late, "frozen unnoticed"),
     ("ddp zero1 zero2", "dist.broadcast(tensor.detach(), 0)", "pass", check_odd, "weights differ"),
     ("zero1", "1 / self.n_shards", "1", check_parity, "norms differ"),
     ("zero2 zero3", "1 / self.n_shards", "1", check_parity, "norms differ"),
@@ -415,7 +415,7 @@ MUTANTS = [
     ("ddp", "self.flat_grad /= dist.get_world_size()", "self.flat_grad /= dist.get_world_size() ** 2",
      check_parity, "differ"),
     (SHARDED, "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
-    ("ddp", "view.copy_(param.grad)", "view.add_(param.grad)", check_parity, "losses differ"),
+    ("ddp", "view.copy_(param.grad.to_dense())", "view.add_(param.grad)", check_parity, "losses differ"),
     ("zero1 zero2", "if not self.accumulating:", "if True:", check_ledger, "all-gather: sent +"),
     ("zero1 zero2", "self.accumulating = not self.is_last_backward", "self.accumulating = True", check_parity,
      "losses differ"),
@@ -451,11 +451,11 @@ MUTANTS = [
     ("zero2 zero3", *swapped(8), check_timeline, "another order"),
     ("zero1 zero2", "unit.wait_all_gather, prepend=True", "unit.wait_all_gather", check_timeline, "early"),
     ("zero1 zero2", "if any(unit.gather_work", "if 0 and any(unit.gather_work", check_bypassed, "used"),
-    ("zero1", "        if not self.is_last_backward:\n", "        if False:\n", check_unsynced, "clipped"),
+    ("zero1 zero2 hsdp", "is None or not self.is_last_backward:", "is None:", check_unsynced, "clipped"),
     (SHARDED, '"named_parameters", ', "", check_protected, "is not refused"),
     (SHARDED, '"load_state_dict", ', "", check_protected, "is not refused"),
     (SHARDED, '"requires_grad_", ', "", check_protected, "is not refused"),
-    (SHARDED, ', "_apply")', ")", check_protected, "is not refused"),
+    (SHARDED, ', "_apply"', "", check_protected, "is not refused"),
     (SHARDED, "refuse_use.__get__(submodule)", "refuse_use", check_compiled, "not compiled"),
     (SHARDED, "self.module.state_dict = refuse_use", "pass", check_protected, "is not refused"),
     (SHARDED, "if len({param.dtype for param in params}) > 1:", "if False:", check_protected, "one dtype"),
