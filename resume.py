@@ -26,7 +26,9 @@ Run
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint runs/xl
 
 Left out
-    ZeRO-1's reduce-scatter, folders that hosts do not share or several jobs do, another batch or --data.
+    ZeRO-1's reduce-scatter; --batch cannot change from run to run. Another --lr, --clip, --accum or --data is
+    not noticed: training goes on with it. The folder must be one that all nodes share, else its checkpoints
+    lack other nodes' files and cannot be loaded. Two jobs in one folder spoil each other's saves.
 """
 
 import argparse
@@ -78,7 +80,7 @@ def publish(folder, step, draft, flags, answers, keep):
         sync(draft)
         draft.rename(target)
         sync(folder)
-        for old in sorted(folder.glob("step-*"))[:-keep]:
+        for old in listed(folder, "step")[:-keep]:
             shutil.rmtree(old.rename(draft))  # killed here: half a draft, never half a step-*
         return True
     except OSError as problem:
@@ -87,21 +89,38 @@ def publish(folder, step, draft, flags, answers, keep):
         return False
 
 
+def listed(folder, kind):
+    """The steps or drafts in a folder, oldest first. What has another name is not ours to read or remove."""
+    return sorted(folder.glob(f"{kind}-{8 * '[0-9]'}"))
+
+
+def make(folder):
+    """Make a folder, and those above it. Their names are then on the disk."""
+    if not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
 def load(folder, flags, group, state, numel):
     """Fill this rank's state, of numel columns in all, from the newest checkpoint. Returns its step, or 0."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for draft in folder.glob("draft-*"):
-        shutil.rmtree(draft, ignore_errors=True)  # a killed run left it
-    found = [max(folder.glob("step-*"), default=None)]
+    make(folder)
+    for path in listed(folder, "draft") + listed(folder, "step"):
+        if path.is_symlink():  # save() would write through it
+            raise ValueError(f"{path} is a link; remove it")
+    found = [max(listed(folder, "step"), default=None)]
     dist.broadcast_object_list(found, group=group)  # what rank 0 sees
     newest = found[0]
     if not newest:
         return 0
     path = newest / "manifest.txt"
-    lines = path.read_text(errors="replace").split("\n")
+    try:
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError as problem:
+        raise ValueError(f"{problem}; remove {newest} to use an older one") from problem
     for line, ours in zip(lines, [newest.name, *flags]):
         if line != ours:
-            raise ValueError(f"{path} has {line!r}, not {ours!r}; remove {path.parent}, or use its flags")
+            raise ValueError(f"{path} has {line!r}, not {ours!r}; remove {newest}, or use its flags")
     checksums = lines[1 + len(flags) :] or ["none"]
     n_columns = -(-numel // len(checksums))  # of each file
     for i, expected in enumerate(checksums):
@@ -109,7 +128,7 @@ def load(folder, flags, group, state, numel):
         total = torch.tensor(read(path, i * n_columns, n_columns, state))
         dist.all_reduce(total, group=group)  # each column was read on one rank; padding is zeros
         if f"{total}" != expected:
-            raise ValueError(f"{path} is not as manifest.txt says; remove {path.parent} to use an older one")
+            raise ValueError(f"{path} is not as manifest.txt says; remove {newest} to use an older one")
     return int(newest.name.removeprefix("step-"))
 
 
@@ -127,11 +146,13 @@ def read(path, start, n_columns, state):
     return checksum(part, first)
 
 
-def checksum(state, start):
-    """Sum, mod 2^64, of each number's bits times odd numbers for row and column. Sums of parts add up."""
-    of_row = 2 * np.arange(len(state)) + 1
-    of_column = 2 * np.arange(start, start + state.shape[1]) + 1
-    return int(np.einsum("i,ij,j->", of_row, state.view(f"i{state.itemsize}"), of_column))
+def checksum(part, start):
+    """Sum, mod 2^64, of all 32-bit words, each times a weight of its place. Sums of parts add up."""
+    words = part.view("i4")  # of 64 bits two flipped signs would add up to 2^64
+    start *= part.itemsize // 4
+    of_row = 0x61C8864680B583EB ** np.arange(len(words))  # 2^64/golden ratio: no two places weigh the same
+    of_column = 2 * np.arange(start, start + words.shape[1]) + 1
+    return int(np.einsum("i,ij,j->", of_row, words, of_column))
 
 
 def sync(path):
@@ -184,15 +205,21 @@ class ShardedOptimizer:
 
 def resume(config, sharded):
     """Load the newest checkpoint. Returns a function that starts a save, and a buffer for its state."""
-    flags = ["format 2"]
+    flags = ["format 3"]
     for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
         flags.append(f"{name} {getattr(config, name)}")
     group = dist.new_group(backend="gloo")  # for the thread that saves
     try:
         steps = load(config.checkpoint, flags, group, sharded.state, sharded.numel)
+        if steps > config.steps:
+            raise ValueError(f"has step {steps}; --steps {config.steps}: must be {steps} or more")
+        if steps == config.steps:
+            say(f"has step {steps} already; raise --steps to go on")
         sharded.steps.fill_(steps)
     except (OSError, ValueError) as problem:
         refuse(f"--checkpoint {config.checkpoint}: {problem}")
+    for draft in listed(config.checkpoint, "draft"):
+        shutil.rmtree(draft, ignore_errors=True)  # a killed run left it
     sharded.unshard()
     snapshot = torch.empty_like(sharded.state, device="cpu", pin_memory=sharded.state.is_cuda)
     return partial(ThreadPoolExecutor(1).submit, save, config.checkpoint, flags, config.keep, group), snapshot
