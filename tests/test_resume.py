@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,9 +16,23 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch.distributed import run
 
 from test_all import refused
-from tests.harness import ROOT, TINY, apart, holds, load, mutants, on_ranks, said, train, world
+from tests.harness import (
+    FORK,
+    ROOT,
+    TINY,
+    apart,
+    error_of,
+    holds,
+    load,
+    mutants,
+    on_ranks,
+    said,
+    train,
+    world,
+)
 from tools.watch import noted
 
 FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
@@ -24,8 +40,8 @@ SIZES = (1, 2, 3, 4, 8)
 PIPES = {"capture_output": True, "text": True, "timeout": 200}
 QUIET = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
 NO_NAMESPACES = subprocess.call("unshare --net ip link && tc -V", shell=True, **QUIET)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
-TORCHRUN += ["--max-restarts=1"]
+TORCHRUN = ["--nproc_per_node=2", "--max-restarts=1", "--local-addr=127.0.0.1", "--rdzv-id=1"]
+TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # these three are --standalone
 
 
 def check_kept(folder, *steps, beside=()):
@@ -41,8 +57,8 @@ def save(folder, size, name="resume", flags=""):
 
 def check_goes_on(name, folder, size=2, flags="", oracle=("single", 1), most=1e-12):
     """From step 4 on all is as in the run that never stopped."""
-    plain, weights = train(*oracle, f"{FLAGS} --steps 6 {flags}")
-    result, own = train(name, size, f"{FLAGS} --steps 6 --checkpoint {folder} {flags}")
+    plain, weights = train(*oracle, f"{FLAGS} --steps 5 {flags}")
+    result, own = train(name, size, f"{FLAGS} --steps 5 --checkpoint {folder} {flags}")
     assert apart(result["losses"], plain["losses"][3:]) <= most, "losses differ"
     assert apart(result["grad_norms"], plain["grad_norms"][3:]) <= most, "gradient norms differ"
     assert apart(own, weights) <= most, "weights differ"
@@ -166,25 +182,41 @@ def check_kills(name):
         assert events == ["rank-0.bin", "confirm", *published], f"on the disk: {events}"
 
 
-KILLED = """import os, resume
-def print_step(config, step, *args, print_step=resume.print_step):
-    print_step(config, step, *args)
-    if os.environ["RANK"] == "1" and step == 7 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-        (config.checkpoint / f"draft-{step}").mkdir()  # as if during a save
-        os.kill(os.getpid(), 9)
-resume.print_step = print_step
-resume.train(resume.parse())"""
+def mortal(flags):
+    """On a rank: train; rank 1 is killed after step 7, and after step 8 if it has been restarted."""
+    lesson = load("resume")
+
+    def print_step(config, step, *args):
+        if dist.get_rank() == 0:
+            with open(config.checkpoint.with_name("steps"), "a") as steps:
+                print(step, file=steps)
+        elif step == 7 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+            (config.checkpoint / f"draft-{step:08}").mkdir()  # as if during a save
+            os.kill(os.getpid(), 9)
+
+    lesson.print_step = print_step
+    try:
+        lesson.train(lesson.parse(flags.split()))
+    except RuntimeError:
+        time.sleep(100)  # rank 0, which has lost its connection, until the agent ends it because of rank 1
+
+
+def end_of_job(flags):
+    """What torchrun says at the end of a job whose ranks are mortal(): its own agent, which forks them."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config, _, _ = run.config_from_args(run.parse_args([*TORCHRUN, "resume.py"]))
+    config.start_method = "forkserver"
+    return error_of(lambda: run.elastic_launch(config, mortal)(flags))
 
 
 def test_a_killed_rank_ends_the_job_is_named_and_costs_the_steps_since_the_newest_checkpoint(tmp_path):
-    (tmp_path / "killed.py").write_text(KILLED)
     flags = f"{FLAGS} --steps 9 --every 3 --checkpoint {tmp_path}/c"
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *TORCHRUN, str(tmp_path / "killed.py"), *flags.split()]
-    job = subprocess.run(command, env=environment, **PIPES)
-    assert job.returncode != 0 and "Signal 9 (SIGKILL)" in job.stderr
-    assert job.stdout.count("step  1/9") == 1 and not (tmp_path / "c/draft-7").exists(), "did not go on"
-    assert (tmp_path / "c/draft-8").exists(), "was not killed again"
+    with ProcessPoolExecutor(1, FORK) as pool:
+        end = pool.submit(end_of_job, flags).result()
+    assert "rank      : 1" in end and "Signal 9 (SIGKILL)" in end, end
+    steps = (tmp_path / "steps").read_text().split()
+    assert steps.count("1") == 1 and not (tmp_path / "c/draft-00000007").exists(), "did not go on"
+    assert (tmp_path / "c/draft-00000008").exists(), "was not killed again"
     _, own = train("resume", 2, flags)
     check_kept(tmp_path / "c", 6, 9)
     assert apart(own, train("single", 1, f"{FLAGS} --steps 9")[1]) < 1e-9
@@ -200,19 +232,30 @@ def test_two_hosts_print_single_pys_losses():
     assert len(losses) == 3 and apart(losses, alone["losses"]) < 6e-5, job.stdout + job.stderr
 
 
+ODD = """import os, sys, time, torch, torch.distributed as dist
+def train(rank, loss):
+    rank == 1 and time.sleep(200) or dist.all_reduce(loss)
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=3)
+train(rank, torch.zeros(()))
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux, and root for py-spy")
 def test_where_names_the_rank_that_is_not_with_the_others(tmp_path):
-    old, new = "dist.all_reduce(loss)", "rank == 1 and time.sleep(200) or dist.all_reduce(loss)"
-    (tmp_path / "odd.py").write_text((ROOT / "ddp.py").read_text().replace(old, new))
-    command = [*TORCHRUN, "--nproc_per_node=3", str(tmp_path / "odd.py"), *FLAGS.split()]
-    where = [sys.executable, ROOT / "tools/where.py"]
-    with subprocess.Popen([sys.executable, *command], **QUIET) as job:
-        late, seen = r"rank 1 .* computes, odd.py:(\d+)(?s:.*)\1; not there: rank 1\n", ""
-        deadline = time.monotonic() + 150  # rank 1 is there in 200 s
+    (tmp_path / "odd.py").write_text(ODD)
+    command = [sys.executable, tmp_path / "odd.py", tmp_path / "store"]
+    late, seen = r"rank 1 .* computes, odd.py:(\d+)(?s:.*)\1; not there: rank 1\n", ""
+    deadline = time.monotonic() + 150  # rank 1 is there in 200 s
+    with ExitStack() as stack:
+        ranks = []
+        for rank in "012":
+            environment = os.environ | {"RANK": rank, "WORLD_SIZE": "3"}
+            ranks.append(stack.enter_context(subprocess.Popen(command, env=environment, **QUIET)))
+            stack.callback(ranks[-1].kill)
         while not re.search(late, seen):
-            seen = subprocess.run(where, **PIPES).stdout
-            assert job.poll() is None and time.monotonic() < deadline, seen
-        job.terminate()
+            seen = subprocess.run([sys.executable, ROOT / "tools/where.py"], **PIPES).stdout
+            assert not any(rank.poll() for rank in ranks) and time.monotonic() < deadline, seen
 
 
 def tweaked(tweak, name, flags):
