@@ -26,9 +26,9 @@ Run
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint runs/xl
 
 Left out
-    ZeRO-1's reduce-scatter; --batch cannot change from run to run. Another --lr, --clip, --accum or --data is
-    not noticed: training goes on with it. The folder must be one that all nodes share, else its checkpoints
-    lack other nodes' files and cannot be loaded. Two jobs in one folder spoil each other's saves.
+    ZeRO-1's reduce-scatter. Another --batch is refused. Another --lr, --clip, --accum or --data is not
+    noticed: training goes on with it. If nodes do not share the folder, its checkpoints lack other nodes'
+    files, and no run can load them. Two jobs in one folder spoil each other's saves.
 """
 
 import argparse
@@ -94,17 +94,17 @@ def listed(folder, kind):
     return sorted(folder.glob(f"{kind}-{8 * '[0-9]'}"))
 
 
-def make(folder):
+def make_folder(folder):
     """Make a folder, and those above it. Their names are then on the disk."""
     if not folder.is_dir():
-        make(folder.parent)
+        make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync(folder.parent)
 
 
 def load(folder, flags, group, state, numel):
     """Fill this rank's state, of numel columns in all, from the newest checkpoint. Returns its step, or 0."""
-    make(folder)
+    make_folder(folder)
     for path in listed(folder, "draft") + listed(folder, "step"):
         if path.is_symlink():  # save() would write through it
             raise ValueError(f"{path} is a link; remove it")
@@ -150,7 +150,7 @@ def checksum(part, start):
     """Sum, mod 2^64, of all 32-bit words, each times a weight of its place. Sums of parts add up."""
     words = part.view("i4")  # of 64 bits two flipped signs would add up to 2^64
     start *= part.itemsize // 4
-    of_row = 0x61C8864680B583EB ** np.arange(len(words))  # 2^64/golden ratio: no two places weigh the same
+    of_row = 0x61C8864680B583EB ** np.arange(len(words))  # 2^64/golden ratio^2: no two rows share a weight
     of_column = 2 * np.arange(start, start + words.shape[1]) + 1
     return int(np.einsum("i,ij,j->", of_row, words, of_column))
 
