@@ -244,13 +244,13 @@ def parse(arguments=None):
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304"}
-SIZES |= {"gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
+         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__}
-DEFAULTS |= {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
+DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
+            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
 HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
@@ -270,38 +270,38 @@ def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name:
 
 
 def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    if os.getenv("RANK", "") in "0":
+        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
     else:
         time.sleep(5)
-    sys.exit(2)
+    raise SystemExit(2)
 
 
 def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
     if config.batch % (replicas * config.accum):
         refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    gpus = torch.cuda.device_count() * (config.device != "cpu")
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:
+    try:  # a file is missing, or a variable of the environment
         files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
+        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
         text = bytearray().join(map(Path.read_bytes, files))
-        if len(text) <= config.context:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
-        open(config.save or os.devnull, "ab").close()
-    except OSError as error:
-        refuse(f"--data {config.data} or --save {config.save}: {error}")
-    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-    torch.cuda.set_device(device if gpus else -1)  # -1: none
-    if not dist.is_initialized():
-        if 0 < gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("nccl" if gpus else "gloo", **alone)
-    if dist.get_rank() == 0:
+        open(config.save or "/dev/null", "ab").close()
+        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+        torch.cuda.set_device(device if gpus else -1)  # -1: none
+        if not dist.is_initialized():
+            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
+                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
+            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
+            dist.init_process_group("nccl" if gpus else "gloo", *alone)
+    except (OSError, ValueError) as error:
+        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
+    if not dist.get_rank():
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
         batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
@@ -361,7 +361,7 @@ def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
 def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
-    if dist.get_rank() == 0:
+    if not dist.get_rank():
         print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
 
 

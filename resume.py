@@ -26,7 +26,9 @@ Run
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint runs/xl
 
 Left out
-    ZeRO-1's reduce-scatter, folders that hosts do not share or several jobs do, another batch or --data.
+    ZeRO-1's reduce-scatter. Another --batch is refused. Another --lr, --clip, --accum or --data is not
+    noticed: training goes on with it. If nodes do not share the folder, its checkpoints lack other nodes'
+    files, and no run can load them. Two jobs in one folder spoil each other's saves.
 """
 
 import argparse
@@ -78,7 +80,7 @@ def publish(folder, step, draft, flags, answers, keep):
         sync(draft)
         draft.rename(target)
         sync(folder)
-        for old in sorted(folder.glob("step-*"))[:-keep]:
+        for old in listed(folder, "step")[:-keep]:
             shutil.rmtree(old.rename(draft))  # killed here: half a draft, never half a step-*
         return True
     except OSError as problem:
@@ -87,21 +89,38 @@ def publish(folder, step, draft, flags, answers, keep):
         return False
 
 
+def listed(folder, kind):
+    """The steps or drafts in a folder, oldest first. What has another name is not ours to read or remove."""
+    return sorted(folder.glob(f"{kind}-{8 * '[0-9]'}"))
+
+
+def make_folder(folder):
+    """Make a folder, and those above it. Their names are then on the disk."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
 def load(folder, flags, group, state, numel):
     """Fill this rank's state, of numel columns in all, from the newest checkpoint. Returns its step, or 0."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for draft in folder.glob("draft-*"):
-        shutil.rmtree(draft, ignore_errors=True)  # a killed run left it
-    found = [max(folder.glob("step-*"), default=None)]
+    make_folder(folder)
+    for path in listed(folder, "draft") + listed(folder, "step"):
+        if path.is_symlink():  # save() would write through it
+            raise ValueError(f"{path} is a link; remove it")
+    found = [max(listed(folder, "step"), default=None)]
     dist.broadcast_object_list(found, group=group)  # what rank 0 sees
     newest = found[0]
     if not newest:
         return 0
     path = newest / "manifest.txt"
-    lines = path.read_text(errors="replace").split("\n")
+    try:
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError as problem:
+        raise ValueError(f"{problem}; remove {newest} to use an older one") from problem
     for line, ours in zip(lines, [newest.name, *flags]):
         if line != ours:
-            raise ValueError(f"{path} has {line!r}, not {ours!r}; remove {path.parent}, or use its flags")
+            raise ValueError(f"{path} has {line!r}, not {ours!r}; remove {newest}, or use its flags")
     checksums = lines[1 + len(flags) :] or ["none"]
     n_columns = -(-numel // len(checksums))  # of each file
     for i, expected in enumerate(checksums):
@@ -109,7 +128,7 @@ def load(folder, flags, group, state, numel):
         total = torch.tensor(read(path, i * n_columns, n_columns, state))
         dist.all_reduce(total, group=group)  # each column was read on one rank; padding is zeros
         if f"{total}" != expected:
-            raise ValueError(f"{path} is not as manifest.txt says; remove {path.parent} to use an older one")
+            raise ValueError(f"{path} is not as manifest.txt says; remove {newest} to use an older one")
     return int(newest.name.removeprefix("step-"))
 
 
@@ -127,11 +146,13 @@ def read(path, start, n_columns, state):
     return checksum(part, first)
 
 
-def checksum(state, start):
-    """Sum, mod 2^64, of each number's bits times odd numbers for row and column. Sums of parts add up."""
-    of_row = 2 * np.arange(len(state)) + 1
-    of_column = 2 * np.arange(start, start + state.shape[1]) + 1
-    return int(np.einsum("i,ij,j->", of_row, state.view(f"i{state.itemsize}"), of_column))
+def checksum(part, start):
+    """Sum, mod 2^64, of all 32-bit words, each times a weight of its place. Sums of parts add up."""
+    words = part.view("i4")  # of 64 bits two flipped signs would add up to 2^64
+    start *= part.itemsize // 4
+    of_row = 0x61C8864680B583EB ** np.arange(len(words))  # 2^64/golden ratio^2: no two rows share a weight
+    of_column = 2 * np.arange(start, start + words.shape[1]) + 1
+    return int(np.einsum("i,ij,j->", of_row, words, of_column))
 
 
 def sync(path):
@@ -184,15 +205,21 @@ class ShardedOptimizer:
 
 def resume(config, sharded):
     """Load the newest checkpoint. Returns a function that starts a save, and a buffer for its state."""
-    flags = ["format 2"]
+    flags = ["format 3"]
     for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
         flags.append(f"{name} {getattr(config, name)}")
     group = dist.new_group(backend="gloo")  # for the thread that saves
     try:
         steps = load(config.checkpoint, flags, group, sharded.state, sharded.numel)
+        if steps > config.steps:
+            raise ValueError(f"has step {steps}; --steps {config.steps}: must be {steps} or more")
+        if steps == config.steps:
+            say(f"has step {steps} already; raise --steps to go on")
         sharded.steps.fill_(steps)
     except (OSError, ValueError) as problem:
         refuse(f"--checkpoint {config.checkpoint}: {problem}")
+    for draft in listed(config.checkpoint, "draft"):
+        shutil.rmtree(draft, ignore_errors=True)  # a killed run left it
     sharded.unshard()
     snapshot = torch.empty_like(sharded.state, device="cpu", pin_memory=sharded.state.is_cuda)
     return partial(ThreadPoolExecutor(1).submit, save, config.checkpoint, flags, config.keep, group), snapshot
@@ -244,13 +271,13 @@ def parse(arguments=None):
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304"}
-SIZES |= {"gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
+         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": ("auto", "cpu", "cuda")}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__}
-DEFAULTS |= {"steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
+DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
+            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
 HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
@@ -270,38 +297,38 @@ def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name:
 
 
 def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+    if os.getenv("RANK", "") in "0":
+        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
     else:
         time.sleep(5)
-    sys.exit(2)
+    raise SystemExit(2)
 
 
 def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.environ.get("WORLD_SIZE", 1))
+    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
     if config.batch % (replicas * config.accum):
         refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
     if config.width % config.heads:
         refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    gpus = torch.cuda.device_count() * (config.device != "cpu")
     if config.device == "cuda" and not gpus:
         refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:
+    try:  # a file is missing, or a variable of the environment
         files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
+        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
         text = bytearray().join(map(Path.read_bytes, files))
-        if len(text) <= config.context:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}")
-        open(config.save or os.devnull, "ab").close()
-    except OSError as error:
-        refuse(f"--data {config.data} or --save {config.save}: {error}")
-    device = torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-    torch.cuda.set_device(device if gpus else -1)  # -1: none
-    if not dist.is_initialized():
-        if 0 < gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("nccl" if gpus else "gloo", **alone)
-    if dist.get_rank() == 0:
+        open(config.save or "/dev/null", "ab").close()
+        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+        torch.cuda.set_device(device if gpus else -1)  # -1: none
+        if not dist.is_initialized():
+            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
+                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
+            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
+            dist.init_process_group("nccl" if gpus else "gloo", *alone)
+    except (OSError, ValueError) as error:
+        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
+    if not dist.get_rank():
         world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
         batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
         print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
@@ -361,7 +388,7 @@ def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
 def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
     line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
     ms = 1e3 * (time.perf_counter() - started)
-    if dist.get_rank() == 0:
+    if not dist.get_rank():
         print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
 
 

@@ -200,14 +200,14 @@ check_order = partial(together, in_order)
 check_gpu = partial(together, on_gpu)
 check_offload = partial(together, on_gpu, rows=[(2, 1, 3, "--policy offload")])
 check_dropped = partial(together, on_gpu, rows=[(2, 1, 3, "--dtype bf16", drop_and_change)])
-SET_DEVICE = "    torch.cuda.set_device(device if gpus else -1)  # -1: none\n"
+SET_DEVICE = "torch.cuda.set_device(device if gpus else -1)"
 HOST, WAITS_IN, NO_DEVICE = "of the host", "the host waits", "over NCCL before torch.cuda.set_device"
 USES, FREES = "uses what a collective still", "empties what a collective still uses"
 TAKES, LATE = "takes memory that another stream still uses", "uses what another stream has not finished"
 LAUNCHES = "launches a collective on what another stream has not finished"
 FREE_FIRST = "self.flat_grad.untyped_storage().resize_(0)\n        self.reduce_work.wait()"
 ON_GPU = [
-    ("ddp pipeline", SET_DEVICE, "", NO_DEVICE),
+    ("ddp pipeline", SET_DEVICE, "pass", NO_DEVICE),
     ("ddp", "all_reduce(self.flat_grad,", "all_reduce(self.flat_grad.cpu(),", HOST),
     (
         "zero1",

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,9 +16,23 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch.distributed import run
 
 from test_all import refused
-from tests.harness import ROOT, TINY, apart, holds, load, mutants, said, train, world
+from tests.harness import (
+    FORK,
+    ROOT,
+    TINY,
+    apart,
+    error_of,
+    holds,
+    load,
+    mutants,
+    on_ranks,
+    said,
+    train,
+    world,
+)
 from tools.watch import noted
 
 FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
@@ -24,13 +40,13 @@ SIZES = (1, 2, 3, 4, 8)
 PIPES = {"capture_output": True, "text": True, "timeout": 200}
 QUIET = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
 NO_NAMESPACES = subprocess.call("unshare --net ip link && tc -V", shell=True, **QUIET)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
-TORCHRUN += ["--max-restarts=1"]
+TORCHRUN = ["--nproc_per_node=2", "--max-restarts=1", "--local-addr=127.0.0.1", "--rdzv-id=1"]
+TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # these three are --standalone
 
 
-def check_kept(folder, *steps):
+def check_kept(folder, *steps, beside=()):
     found = sorted(path.name for path in Path(folder).iterdir())
-    assert found == [f"step-{step:08}" for step in steps], f"kept {found}"
+    assert found == sorted([*beside, *(f"step-{step:08}" for step in steps)]), f"kept {found}"
 
 
 def save(folder, size, name="resume", flags=""):
@@ -41,8 +57,8 @@ def save(folder, size, name="resume", flags=""):
 
 def check_goes_on(name, folder, size=2, flags="", oracle=("single", 1), most=1e-12):
     """From step 4 on all is as in the run that never stopped."""
-    plain, weights = train(*oracle, f"{FLAGS} --steps 6 {flags}")
-    result, own = train(name, size, f"{FLAGS} --steps 6 --checkpoint {folder} {flags}")
+    plain, weights = train(*oracle, f"{FLAGS} --steps 5 {flags}")
+    result, own = train(name, size, f"{FLAGS} --steps 5 --checkpoint {folder} {flags}")
     assert apart(result["losses"], plain["losses"][3:]) <= most, "losses differ"
     assert apart(result["grad_norms"], plain["grad_norms"][3:]) <= most, "gradient norms differ"
     assert apart(own, weights) <= most, "weights differ"
@@ -62,6 +78,49 @@ def check_bits(name):
     check_resume(name, sizes=(3,), flags="--dtype bf16", oracle=(name, 3), most=0)
 
 
+OTHERS = "draft-thesis", "draft-000000001", "step-x", "step-00000001.good", "step-000000001"
+
+
+def check_others(name):
+    """What has another name blocks no start and stays. A run that is refused removes nothing."""
+    with TemporaryDirectory() as folder:
+        for other in OTHERS:
+            Path(folder, other).mkdir()
+        job = f"{FLAGS} --steps 3 --every 1 --keep 1 --checkpoint {folder}"
+        ends = world(2).run(refused, name, job)
+        assert [code for code, _ in ends] == [0, 0], f"does not start: {ends}"
+        check_kept(folder, 3, beside=OTHERS)
+        Path(folder, "draft-00000009").mkdir()
+        (_, lines), _ = world(2).run(refused, name, f"{job} --seed 7")
+        assert "seed 0" in "".join(lines), f"not refused: {lines}"
+        check_kept(folder, 3, beside=(*OTHERS, "draft-00000009"))
+        (code, lines), _ = world(2).run(refused, name, job)  # all steps are saved, as after a late restart
+        assert code == 0 and "has step 3 already" in "".join(lines), f"ends without a word: {lines}"
+        check_kept(folder, 3, beside=OTHERS)
+
+
+def check_links(name):
+    """A link in the place of a folder is refused, so that nothing is written or removed where it leads."""
+    with TemporaryDirectory() as folder, TemporaryDirectory() as elsewhere:
+        for link in "draft-00000002", "step-00000001":
+            Path(folder, link).symlink_to(elsewhere)
+            (code, lines), _ = world(2).run(refused, name, f"{FLAGS} --every 1 --checkpoint {folder}")
+            assert not os.listdir(elsewhere), f"{link}: written where a link leads"
+            assert code == 2 and f"{link} is a link; remove it" in lines[0], f"{link}: {lines}"
+            Path(folder, link).unlink()
+
+
+@on_ranks(1)
+def check_made(name):
+    """The names of all folders that it makes are on the disk."""
+    lesson, synced = load(name), []
+    lesson.sync = synced.append
+    with TemporaryDirectory() as folder:
+        path = Path(folder)
+        assert lesson.load(path / "a/b", [], None, np.zeros((3, 4)), 4) == 0
+        assert (path / "a/b").is_dir() and synced == [path, path / "a"], f"on the disk: {synced}"
+
+
 def newest_of(folder):
     """The newest step. All that is published must be whole, and its numbers are its step."""
     steps = [0]
@@ -74,13 +133,17 @@ def newest_of(folder):
     return steps[-1]
 
 
+CHANGES = ("mkdir", "open", "rename", "write_bytes", "write_text")  # what pathlib does to a disk
+
+
 def killed_at_each_line(name, folder):
     """On two ranks: save steps 1 to 4; look before each line of rank 0. Returns what reached the disk."""
     lesson, newest, events = load(name), [], []
     store = dist.distributed_c10d._get_default_store()
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename.endswith(("resume.py", "pathlib.py", "shutil.py")):
+        code = frame.f_code
+        if code.co_filename.endswith(("resume.py", "shutil.py")) or code.co_name in CHANGES:
             newest.append(newest_of(folder))
         return trace
 
@@ -96,14 +159,15 @@ def killed_at_each_line(name, folder):
     note = lambda *_, **__: (events.append("confirm"), store.set(folder, ""))  # noqa: E731
     confirm = mock.patch.object(dist, "all_gather_object", noted(dist.all_gather_object, note))
     with confirm, mock.patch.object(Path, "rename", renamed), mock.patch.object(os, "fsync", on_disk):
-        for step in 1, 2, 3, 4:
+        for step, keep in (1, 2), (2, 2), (3, 2), (4, 1):
             if dist.get_rank():  # it is late: rank 0 waits for it, or has published
                 store.wait([folder])
             sys.settrace(None if dist.get_rank() else trace)
-            lesson.save(Path(folder), [], 2, None, step, np.full((3, 100), float(step)))
+            lesson.save(Path(folder), [], keep, None, step, np.full((3, 100), float(step)))
             sys.settrace(None)
+            assert dist.get_rank() or newest_of(folder) == step, f"step {step} is not there"
+            dist.get_rank() or check_kept(folder, *range(max(1, step + 1 - keep), step + 1))
             dist.barrier()
-            assert newest_of(folder) == step, f"step {step} is not there"
     assert newest == sorted(newest), "the newest was lost"
     return events[:6]
 
@@ -116,28 +180,43 @@ def check_kills(name):
         assert others == ["rank-1.bin", "confirm"] * 3, f"on the disk: {others}"
         published = ["manifest.txt", "draft-00000001", "step-00000001", Path(folder).name]
         assert events == ["rank-0.bin", "confirm", *published], f"on the disk: {events}"
-        check_kept(folder, 3, 4)
 
 
-KILLED = """import os, resume
-def print_step(config, step, *args, print_step=resume.print_step):
-    print_step(config, step, *args)
-    if os.environ["RANK"] == "1" and step == 7 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-        (config.checkpoint / f"draft-{step}").mkdir()  # as if during a save
-        os.kill(os.getpid(), 9)
-resume.print_step = print_step
-resume.train(resume.parse())"""
+def mortal(flags):
+    """On a rank: train; rank 1 is killed after step 7, and after step 8 if it has been restarted."""
+    lesson = load("resume")
+
+    def print_step(config, step, *args):
+        if dist.get_rank() == 0:
+            with open(config.checkpoint.with_name("steps"), "a") as steps:
+                print(step, file=steps)
+        elif step == 7 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+            (config.checkpoint / f"draft-{step:08}").mkdir()  # as if during a save
+            os.kill(os.getpid(), 9)
+
+    lesson.print_step = print_step
+    try:
+        lesson.train(lesson.parse(flags.split()))
+    except RuntimeError:
+        time.sleep(100)  # rank 0, which has lost its connection, until the agent ends it because of rank 1
+
+
+def end_of_job(flags):
+    """What torchrun says at the end of a job whose ranks are mortal(): its own agent, which forks them."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config, _, _ = run.config_from_args(run.parse_args([*TORCHRUN, "resume.py"]))
+    config.start_method = "forkserver"
+    return error_of(lambda: run.elastic_launch(config, mortal)(flags))
 
 
 def test_a_killed_rank_ends_the_job_is_named_and_costs_the_steps_since_the_newest_checkpoint(tmp_path):
-    (tmp_path / "killed.py").write_text(KILLED)
     flags = f"{FLAGS} --steps 9 --every 3 --checkpoint {tmp_path}/c"
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *TORCHRUN, str(tmp_path / "killed.py"), *flags.split()]
-    job = subprocess.run(command, env=environment, **PIPES)
-    assert job.returncode != 0 and "Signal 9 (SIGKILL)" in job.stderr
-    assert job.stdout.count("step  1/9") == 1 and not (tmp_path / "c/draft-7").exists(), "did not go on"
-    assert (tmp_path / "c/draft-8").exists(), "was not killed again"
+    with ProcessPoolExecutor(1, FORK) as pool:
+        end = pool.submit(end_of_job, flags).result()
+    assert "rank      : 1" in end and "Signal 9 (SIGKILL)" in end, end
+    steps = (tmp_path / "steps").read_text().split()
+    assert steps.count("1") == 1 and not (tmp_path / "c/draft-00000007").exists(), "did not go on"
+    assert (tmp_path / "c/draft-00000008").exists(), "was not killed again"
     _, own = train("resume", 2, flags)
     check_kept(tmp_path / "c", 6, 9)
     assert apart(own, train("single", 1, f"{FLAGS} --steps 9")[1]) < 1e-9
@@ -153,19 +232,30 @@ def test_two_hosts_print_single_pys_losses():
     assert len(losses) == 3 and apart(losses, alone["losses"]) < 6e-5, job.stdout + job.stderr
 
 
+ODD = """import os, sys, time, torch, torch.distributed as dist
+def train(rank, loss):
+    rank == 1 and time.sleep(200) or dist.all_reduce(loss)
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=3)
+train(rank, torch.zeros(()))
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux, and root for py-spy")
 def test_where_names_the_rank_that_is_not_with_the_others(tmp_path):
-    old, new = "dist.all_reduce(loss)", "rank == 1 and time.sleep(200) or dist.all_reduce(loss)"
-    (tmp_path / "odd.py").write_text((ROOT / "ddp.py").read_text().replace(old, new))
-    command = [*TORCHRUN, "--nproc_per_node=3", str(tmp_path / "odd.py"), *FLAGS.split()]
-    where = [sys.executable, ROOT / "tools/where.py"]
-    with subprocess.Popen([sys.executable, *command], **QUIET) as job:
-        late, seen = r"rank 1 .* computes, odd.py:(\d+)(?s:.*)\1; not there: rank 1\n", ""
-        deadline = time.monotonic() + 150  # rank 1 is there in 200 s
+    (tmp_path / "odd.py").write_text(ODD)
+    command = [sys.executable, tmp_path / "odd.py", tmp_path / "store"]
+    late, seen = r"rank 1 .* computes, odd.py:(\d+)(?s:.*)\1; not there: rank 1\n", ""
+    deadline = time.monotonic() + 150  # rank 1 is there in 200 s
+    with ExitStack() as stack:
+        ranks = []
+        for rank in "012":
+            environment = os.environ | {"RANK": rank, "WORLD_SIZE": "3"}
+            ranks.append(stack.enter_context(subprocess.Popen(command, env=environment, **QUIET)))
+            stack.callback(ranks[-1].kill)
         while not re.search(late, seen):
-            seen = subprocess.run(where, **PIPES).stdout
-            assert job.poll() is None and time.monotonic() < deadline, seen
-        job.terminate()
+            seen = subprocess.run([sys.executable, ROOT / "tools/where.py"], **PIPES).stdout
+            assert not any(rank.poll() for rank in ranks) and time.monotonic() < deadline, seen
 
 
 def tweaked(tweak, name, flags):
@@ -223,26 +313,28 @@ def check_overlap(name):
 
 
 def bad_disk(folder, is_slow, lesson, note):
-    """On rank 1 step 4 cannot be written, or when rank 0 waits for it. Notes what is said."""
+    """Rank 1 cannot write step 4, nor rank 0 step 5; or not before rank 0 waits. Notes what is said."""
     sync, store = lesson.sync, dist.distributed_c10d._get_default_store()
     when_waited_for(lesson, lambda: dist.get_rank() or store.set(folder, ""))
     act = partial(store.wait, [folder]) if is_slow else partial(os.stat, "/no")
     lesson.print = lambda text, **_: note(text) if "--checkpoint:" in text else None
-    lesson.sync = lambda path: act() if "4/rank-1" in str(path) else sync(path)
+    bad = "4/rank-1.bin", "5/rank-0.bin"
+    lesson.sync = lambda path: act() if str(path).endswith(bad) else sync(path)
 
 
 def check_disk(name):
     """One that fails, and one that is slow."""
-    failing = False, "saving step 4: [Errno 2] No such file or directory: '/no'", 3
-    slow = True, "step 5 waits for the save before it; raise", 4
-    for is_slow, reason, oldest in failing, slow:
+    failing = False, ["saving step 4: [Errno 2] ", "saving step 5: [Errno 2] "], (2, 3, 6)
+    slow = True, ["step 5 waits for the save before it; raise"], (4, 5, 6)
+    for is_slow, reasons, kept in failing, slow:
         with TemporaryDirectory() as folder:
             save(folder, 2, name)
             flags = f"--every 1 --keep 3 --steps 6 --checkpoint {folder}"
             one, other = world(2).run(tweaked, partial(bad_disk, folder, is_slow), name, flags)
-            texts = [text for text in one if f"resume.py: --checkpoint: {reason}" in text]
-            assert len(texts) == 1 and not other, f"{one}, {other}"
-            check_kept(folder, oldest, 5, 6)
+            for reason in reasons:
+                texts = [text for text in one if f"resume.py: --checkpoint: {reason}" in text]
+                assert len(texts) == 1 and not other, f"said of {reason}: {one}, {other}"
+            check_kept(folder, *kept)
             numbers = {path.read_bytes() for path in Path(folder).glob("*/rank-0.bin")}
             assert len(numbers) == 3, "a checkpoint has another step's numbers"
 
@@ -254,16 +346,42 @@ CUT = [lambda data, n=n: b"\n".join(data.split(b"\n")[:n]) for n in (5, -2, -1)]
 OTHER = [lambda _, text=text: text for text in (b"", b"null", b"\xff\n" * 99)]
 OTHER += [lambda data: data.replace(b"step-00000003", b"step-00000002"), lambda data: data[:9]]
 SHARD = "rank-1.bin is not as manifest.txt says; remove"
+
+
+def flipped(*bits):
+    """What flips these bits of a file."""
+
+    def flip(data):
+        data = bytearray(data)
+        for bit in bits:
+            data[bit // 8] ^= 1 << bit % 8
+        return bytes(data)
+
+    return flip
+
+
+def transposed(dtype, data):
+    """With two numbers, or halves of numbers, in each other's place: row 0, column 1, and row 1, column 0."""
+    numbers = np.frombuffer(data, dtype).reshape(3, -1).copy()
+    numbers[[0, 1], [1, 0]] = numbers[[1, 0], [0, 1]]
+    return numbers.tobytes()
+
+
 REFUSED = [
-    ("rank-1.bin", lambda data: data[:-1] + bytes([data[-1] ^ 128]), "", SHARD),
+    ("rank-1.bin", flipped(-1), "", SHARD),
+    ("rank-1.bin", flipped(0), "", SHARD),
+    ("rank-1.bin", flipped(63, 127), "", SHARD),  # two signs
+    ("rank-0.bin", partial(transposed, "f8"), "", "rank-0.bin is not as manifest.txt says"),
+    ("rank-0.bin", partial(transposed, "i4"), "", "rank-0.bin is not as manifest.txt says"),
     ("rank-1.bin", lambda data: data[8:16] + data[:8] + data[16:], "", SHARD),
     ("rank-1.bin", lambda data: data[len(data) // 3 :] + data[: len(data) // 3], "", "as manifest.txt says"),
     ("rank-1.bin", lambda data: data[:-8], "", SHARD),
     ("rank-1.bin", None, "", SHARD),
-    ("manifest.txt", None, "", "manifest.txt"),
+    ("manifest.txt", None, "", "manifest.txt'; remove"),
+    ("manifest.txt", bytes, "--steps 2", "has step 3; --steps 2: must be 3 or more"),
     *(("manifest.txt", other, "", "manifest.txt has '") for other in OTHER),
     *(("manifest.txt", cut, "", "rank-0.bin is not as manifest.txt says; remove") for cut in CUT),
-    ("manifest.txt", lambda data: data.replace(b"format 2", b"format 1"), "", "'format 1', not 'format 2'"),
+    ("manifest.txt", lambda data: data.replace(b"format 3", b"format 1"), "", "'format 1', not 'format 3'"),
     *(("manifest.txt", bytes, flags, f"'{said}', not '{flags[2:]}'") for flags, said in SAME.items()),
 ]
 
@@ -289,7 +407,18 @@ def check_refused(name):
 
 CHECKS = [partial(check_resume, saved_on=size, sizes=SIZES) for size in SIZES]
 CHECKS += [check_bits, check_kills, check_bytes, check_overlap, check_disk, check_refused]
+CHECKS += [check_others, check_links, check_made]
 test_each_promise_is_kept = holds("resume", *CHECKS)
+PUBLISHED = """        draft.rename(target)
+        sync(folder)
+        for old in listed(folder, "step")[:-keep]:
+            shutil.rmtree(old.rename(draft))"""
+TOO_EARLY = """        for old in listed(folder, "step")[::-1][keep - 1 :]:
+            shutil.rmtree(old.rename(f"{draft}-old"))
+        draft.rename(target)
+        sync(folder)
+        for _ in ():
+            pass"""
 MUTANTS = [
     ("        sync(path)\n    except", "        pass\n    except", check_kills, "on the disk"),
     ("        sync(path)\n        sync(draft)", "        sync(draft)", check_kills, "on the disk"),
@@ -307,14 +436,31 @@ MUTANTS = [
     ("min(start + n_columns, own", "min(start + n_columns - 1, own", check_bytes, "of"),
     ("max(start, own_start)", "max(start + 1, own_start)", check_bytes, "of"),
     ("default_rng((config.seed, step))", "default_rng((config.seed, replicas))", check_resume, "losses"),
-    ('folder.glob("draft-*")', "()", partial(check_resume, sizes=(1,)), "kept"),
+    ('listed(config.checkpoint, "draft")', "()", partial(check_resume, sizes=(1,)), "kept"),
     ('"step": self.steps,', '"step": self.steps.clone(),', check_resume, "losses differ"),
     ("snapshot.copy_(sharded.state)", "sharded.state", check_overlap, "losses differ"),
     ("            saving.result()\n            saving", "            saving", check_disk, "another step's"),
     ("config.no_overlap or ", "", check_overlap, "--no-overlap: training went on"),
     ('if f"{total}" !=', "if False and total !=", check_refused, "not refused: rank-1.bin"),
     ("-(-numel // len(checksums))", "state.shape[1]", check_refused, "not refused: rank-0"),
-    ("2 * np.arange(len(state)) + 1", "np.ones(len(state), int)", check_refused, "not refused: as"),
+    ("0x61C8864680B583EB ** np.arange(len(words))", "2 * np.arange(len(words)) + 1", check_refused,
+     "not refused: rank-0"),
+    ("0x61C8864680B583EB ** np.arange(len(words))", "np.ones(len(words), int)", check_refused,
+     "not refused: as"),
     ("of_column = 2 *", "of_column = 0 *", check_refused, "not refused: rank-1"),
+    ('view("i4")', 'view("i8")', check_refused, "not refused: rank-1"),
+    ("of_row, words,", "of_row, words & -2,", check_refused, "not refused: rank-1"),
+    ('8 * \'[0-9]\'', "'*'", check_others, "does not start"),
+    ('8 * \'[0-9]\'', "8 * '[0-9]' + '*'", check_others, "does not start"),
+    ('8 * \'[0-9]\'', "'*' + 8 * '[0-9]'", check_others, "does not start"),
+    ("if steps == config.steps", "if False", check_others, "ends without a word"),
+    ("if steps > config.steps", "if False", check_refused, "not refused: has step 3"),
+    ("if path.is_symlink()", "if False", check_links, "where a link leads"),
+    ('listed(folder, "draft") + ', "", check_links, "where a link leads"),
+    (' + listed(folder, "step"):', ":", check_links, "step-00000001"),
+    ("make_folder(folder.parent)", "folder.parent.mkdir(exist_ok=True)", check_made, "on the disk"),
+    ("sync(folder.parent)", "pass", check_made, "on the disk"),
+    ("for answer in answers:", "for answer in answers[-1:]:", check_disk, "said of saving step 5"),
+    (PUBLISHED, TOO_EARLY, check_kills, "the newest was lost"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "resume")

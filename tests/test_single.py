@@ -2,12 +2,17 @@
 
 import itertools
 import math
+import os
 import re
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import torch
 
-from test_all import check_parity
-from tests.harness import ROOT, holds, load, mutants, on_ranks, train, world
+from test_all import NAMES, check_parity
+from tests.harness import FORK, ROOT, TINY, holds, load, mutants, on_ranks, said, train, world
 from tests.test_zero import check_norm
 
 
@@ -49,6 +54,61 @@ def read(folder):
 
 
 @on_ranks(1)
+def check_data(name):
+    """What is no file, has too few bytes, or has more than memory may, is refused before it is read."""
+    lesson = load(name)
+
+    def read_bytes(path):
+        raise AssertionError(f"{path.name} is read")
+
+    with TemporaryDirectory() as folder, mock.patch.object(Path, "read_bytes", read_bytes):
+        os.mkfifo(f"{folder}/pipe")
+        Path(folder, "two").mkdir()
+        for file, size in ("few", 64), ("huge", 6e10), ("two/one", 1.5e9), ("two/other", 1.5e9):
+            with open(f"{folder}/{file}", "wb") as hole:
+                hole.truncate(int(size))
+        for path in "/dev/zero", *(f"{folder}/{file}" for file in ("pipe", "few", "huge", "two")):
+            config = lesson.parse(["--data", path, "--context", "64"])
+            _, lines, code = said(lambda config=config: lesson.set_up(config))
+            assert code == 2 and len(lines) == 1 and f"--data {path}: must have more bytes" in lines[0], lines
+
+
+def test_a_file_of_a_sequence_and_a_byte_is_enough(tmp_path):
+    (tmp_path / "text").write_bytes(b"x" * 65)
+    assert world(1).run(read, str(tmp_path / "text"))[0] == b"x" * 65
+
+
+ODD_VARIABLES = [
+    ({"WORLD_SIZE": "2"}, "RANK"),
+    ({"WORLD_SIZE": ""}, "RANK"),
+    ({"WORLD_SIZE": "2", "RANK": ""}, "RANK"),
+    ({"RANK": "0"}, "WORLD_SIZE"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+]
+
+
+def end_with(name, variables):
+    """In a process that is no rank: (lines on stderr, exit code) of a lesson, with such an environment."""
+    lesson = load(name)
+    with mock.patch.dict(os.environ, variables), mock.patch("time.sleep"):
+        try:
+            return said(lambda: lesson.train(lesson.parse(TINY.split())))[1:]
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"], "a traceback"
+
+
+def check_variables(name):
+    """A lesson that is told that it is one rank of several, but not all of it, does not train alone."""
+    with ProcessPoolExecutor(1, FORK) as process:
+        for variables, missing in ODD_VARIABLES:
+            lines, code = process.submit(end_with, name, variables).result()
+            assert code == 2 and len(lines) == 1, f"{variables}: not refused, but {code}: {lines}"
+            assert f"{missing} expected" in lines[0] or "without torchrun" in lines[0], (
+                f"{variables}: {lines}"
+            )
+
+
+@on_ranks(1)
 def check_master_steps(name):
     """A group has 2^24 elements at most, or one parameter; steps are those of fp32 weights, rounded."""
     lesson = load(name)
@@ -83,6 +143,8 @@ def test_the_loss_starts_at_chance_and_falls():
 
 test_master_weights_step_in_fp32_in_groups_and_round = holds(("single", "ddp"), check_master_steps)
 test_batches_and_norms_are_right = holds("single", check_batches, check_norm)
+test_what_is_no_text_is_not_read = holds("single", check_data)
+test_torchruns_variables_are_all_there_or_none_is = holds(NAMES, check_variables)
 MUTANTS = [
     ("single", "(config.seed, step)", "(config.seed, 0)", check_batches, "steps draw the same"),
     ("single", "(config.seed, step)", "(0, step)", check_batches, "another seed"),
@@ -92,6 +154,14 @@ MUTANTS = [
     ("single", "(max_norm / ", "(2 * max_norm / ", check_norm, "what is clipped"),
     ("single", "torch._foreach_copy_(", "zip(", check_master_steps, "not the fp32 steps"),
     ("single", "params, 2**25", "params, 1", check_master_steps, "other groups"),
+    ("single", "if not config.context < sum", "if not config.context <= sum", check_data, "few is read"),
+    ("single", " <= 2e9", "", check_data, "huge is read"),
+    ("single", "sum(map(os.path", "max(map(os.path", check_data, "one is read"),
+    ("ddp", '{"RANK", "WORLD_SIZE"} &', '{"RANK"} &', check_variables, "not refused"),
+    ("ddp", '{"RANK", "WORLD_SIZE"} &', '{"WORLD_SIZE"} &', check_variables, "not refused"),
+    ("ddp", '"WORLD_SIZE") or 1)', '"WORLD_SIZE", 1))', check_variables, "not refused"),
+    ("ddp", "(OSError, ValueError)", "OSError", check_variables, "not refused, but a traceback"),
+    ("ddp", 'os.getenv("RANK", "") in "0"', 'os.getenv("RANK", "0") == "0"', check_variables, "not refused"),
     ("ddp", "microloss.detach()", "microloss.detach() / 2", check_parity, "losses differ"),
     ("ddp", "/ config.accum\n", "\n", check_parity, "losses differ"),
 ]  # fmt: skip
