@@ -6,6 +6,8 @@ import re
 import shlex
 import subprocess
 import tempfile
+from functools import partialmethod
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +23,6 @@ README = (ROOT / "README.md").read_text()
 USE = (ROOT / "docs/use.md").read_text()
 LESSONS = re.search(r"LESSONS=\(([^)]*)\)", (ROOT / "run.sh").read_text())[1].split()
 TINY = f"--size toy --layers 2 --width 16 --heads 2 --context 8 --steps 2 --device cpu --data {TEXT}"
-# docs/use.md describes wrappers with is_last_backward; tests of its snippets wait until these have it.
-OLD = [
-    name for name in ("ddp", "zero1", "hsdp") if "is_last_backward" not in (ROOT / f"{name}.py").read_text()
-]
-needs_new_api = pytest.mark.skipif(bool(OLD), reason=f"no is_last_backward in {OLD}")
 
 
 # ---- commands ----
@@ -211,13 +208,16 @@ def start(rank=0, world_size=1):
     share = data.chunk(world_size, dim=2)[rank]
     batches = [[(x[:, :4], x[:, 4:]) for x in batch] for batch in share]
     there = {"torch": torch, "dist": dist, "F": F, "Block": Block, "lr": 0.01, "decay": 0.1}
+    there["weights"] = {name: weight + rank for name, weight in model.state_dict().items()}
     return there | {"model": model, "batches": batches, "loss_function": F.mse_loss}
 
 
-def plainly(max_norm=1.0, decay=None):
-    """The weights after these batches, by one process."""
+def plainly(max_norm=1.0, decay=None, before="", average=None):
+    """The weights after these batches, by one process; with `average`, their moving average."""
     there = start()
+    exec(before, there)
     model, params = there["model"], list(there["model"].parameters())
+    averages = [param.detach().clone() for param in params]
     groups = [{"params": params}]
     if decay:
         groups = [{"params": [p for p in params if (p.dim() > 1) is kind]} for kind in (False, True)]
@@ -230,7 +230,10 @@ def plainly(max_norm=1.0, decay=None):
         nn.utils.clip_grad_norm_(params, max_norm)
         optimizer.step()
         optimizer.zero_grad()
-    return model.state_dict()
+        if average:
+            optimizer.param_groups[0]["lr"] /= 2
+            torch._foreach_lerp_(averages, params, average)
+    return dict(zip(model.state_dict(), averages)) if average else model.state_dict()
 
 
 def snippet(heading, number=0):
@@ -255,6 +258,31 @@ def check_loop(kind, copied):
         code = code.partition("\n")[2]
     exec(code, there)
     assert dist.get_rank() or apart(there["state_dict"], plainly()) < 1e-9, f"{kind} has other weights"
+
+
+@on_ranks(2)
+def check_before(kind):
+    """The loop, of a model that is loaded, frozen, tied, hooked and compiled."""
+    there = start(dist.get_rank(), 2)
+    before = snippet("Before you wrap")
+    with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager")):
+        torch._dynamo.reset()
+        exec(before, there)
+        exec(snippet("DDP") if kind == "DDP" else wrapped(snippet("The training loop"), kind), there)
+        expected = plainly(before=before)
+    assert dist.get_rank() or apart(there["state_dict"], expected) < 1e-9, f"{kind} has other weights"
+    assert apart(plainly(), expected) > 1e-4
+
+
+@on_ranks(2)
+def check_average(kind, folder):
+    there = start(dist.get_rank(), 2) | {"folder": folder}
+    exec(wrapped(snippet("A schedule, and a moving average of the weights"), kind), there)
+    expected = plainly(float("inf"), average=0.1)
+    saved = expected if dist.get_rank() else torch.load(f"{folder}/average.pt")
+    assert apart(saved, expected) < 1e-9, f"{kind} has another average"
+    after = there["zero"].full_state_dict()
+    assert dist.get_rank() or apart(after, expected) > 1e-4, "the average is still there"
 
 
 @on_ranks(2)
@@ -305,7 +333,6 @@ def check_evaluation_and_checkpoints(kind, folder):
 ZEROS = ["ZeRO1", "ZeRO2", "ZeRO3", "HSDP"]
 
 
-@needs_new_api
 def test_the_parts_to_copy_are_named():
     for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
         parts = re.findall(r"^(?:class|def) (\w+)", (ROOT / f"{name}.py").read_text(), re.M)
@@ -314,7 +341,6 @@ def test_the_parts_to_copy_are_named():
         assert parts <= named, f"{name}.py: {parts - named} is not named"
 
 
-@needs_new_api
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("kind", ["DDP", *ZEROS])
 def test_the_training_loop_gives_the_plain_loops_weights(kind, copied):
@@ -325,13 +351,21 @@ def test_diloco_ends_with_the_same_weights_on_all_ranks():
     check_diloco()
 
 
-@needs_new_api
+@pytest.mark.parametrize("kind", ["DDP", *ZEROS])
+def test_what_is_done_before_wrapping_is_as_in_a_plain_loop(kind):
+    check_before(kind)
+
+
+@pytest.mark.parametrize("kind", ZEROS)
+def test_a_moving_average_is_that_of_a_plain_loop(kind, tmp_path):
+    check_average(kind, str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["ZeRO1", "ZeRO3"])
 def test_weight_decay_of_matrices_is_that_of_parameter_groups(kind):
     check_decay(kind)
 
 
-@needs_new_api
 @pytest.mark.parametrize("kind", ["ZeRO1", "ZeRO3"])
 def test_training_goes_on_after_evaluation_and_a_checkpoint(kind):
     with tempfile.TemporaryDirectory() as folder:
@@ -339,4 +373,4 @@ def test_training_goes_on_after_evaluation_and_a_checkpoint(kind):
 
 
 def test_all_snippets_of_use_md_are_run_above():
-    assert len(SNIPPETS) == 7 and json.dumps(SNIPPETS).count("import ZeRO3") == 2
+    assert len(SNIPPETS) == 9 and json.dumps(SNIPPETS).count("import ZeRO3") == 3
