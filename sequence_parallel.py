@@ -36,9 +36,10 @@ Run
 Left out
     Refused: targets to ignore, such as -100; an embedding's padding_idx or max_norm; autocast, in backward.
     Wrong, and not noticed: a split weight used outside of its layer, as by GPT's head (see ParallelGPT);
-    heads that N does not divide; a wrong number of stacked matrices; an optimizer for whole matrices (Muon).
-    Not handled: data parallelism beside it; creating the weights already split, not all of them first;
-    outside of the split layers, what does not treat each token alone; lengths that N does not divide.
+    heads that N does not divide; a wrong number of stacked matrices; an optimizer for whole matrices (Muon);
+    torch's clip_grad_norm_ and state_dict(), of this rank's part alone. Not handled: data parallelism beside
+    it; weights that are split when they are made; lengths that N does not divide; outside of the split
+    layers, what does not treat each token alone.
 """
 
 import argparse
@@ -304,8 +305,8 @@ def check_indices(indices, vocab):
 def check_layer(name, layer):
     # An Embedding shows its options as name=value.
     plain = type(layer) is nn.Linear or (type(layer) is nn.Embedding and "=" not in layer.extra_repr())
-    if not plain:
-        raise TypeError(f"{name} is no Linear, and no Embedding without options: leave it out of the plan")
+    if not plain or "forward" in vars(layer):
+        raise TypeError(f"{name} is split already, or neither a Linear nor a plain Embedding: do not plan it")
 
 
 def check_plan(module, plan, planned, split):

@@ -136,13 +136,14 @@ def check_said(name):
     rows = (lesson.vocab_parallel, 0, 1)
     Conv1D = type("Conv1D", (nn.Linear,), {})  # as if its weight were (inputs, outputs)
     for module, plan, expected in (
-        (nn.Sequential(Conv1D(8, 8)), {"0": column}, "0 is no Linear, and no Embedding without options"),
-        (nn.Sequential(nn.Embedding(8, 8, padding_idx=3)), {"0": rows}, "no Embedding without options"),
-        (nn.Sequential(nn.Embedding(8, 8, max_norm=1)), {"0": rows}, "no Embedding without options"),
+        (nn.Sequential(Conv1D(8, 8)), {"0": column}, "0 is split already, or neither a Linear"),
+        (nn.Sequential(nn.Embedding(8, 8, padding_idx=3)), {"0": rows}, "neither a Linear nor a plain Embedding"),
+        (nn.Sequential(nn.Embedding(8, 8, max_norm=1)), {"0": rows}, "neither a Linear nor a plain Embedding"),
         (nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, "nothing"),
         (lesson.Block(2, 8), {"up": column, "down": (lesson.row_parallel, 1, 1)}, of_parts),
         (Net(), plan_of(lesson, ["up", "gate"]), of_ties),
         (nn.Sequential(nn.Embedding(8, 8)), {"0": rows, "1*": column}, "no layer is split by 1*"),
+        (nn.Sequential(nn.Linear(8, 8)), {"0": column, "0*": column}, "0 is split already"),
     ):
         said = error_of(partial(wrap, lesson, module, plan))
         assert expected in said, f"{said}, not {expected}"
@@ -214,8 +215,9 @@ MUTANTS = [
     ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),
     ("dist.all_reduce(squares)", "pass", check_net, "norms differ"),
     ("if pattern not in planned.values()", "if False", check_said, "nothing, not no layer is split by 1*"),
-    ("    if not plain:", "    if False:", check_said, "nothing, not 0 is no Linear"),
-    (' and "=" not in layer.extra_repr()', "", check_said, "nothing, not no Embedding without options"),
+    ("    if not plain or", "    if", check_said, "nothing, not 0 is split already"),
+    (' or "forward" in vars(layer):', ":", check_said, "not 0 is split already"),
+    (' and "=" not in layer.extra_repr()', "", check_said, "nothing, not neither a Linear nor"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "tensor_parallel sequence_parallel")
 MUTANTS = [

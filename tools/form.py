@@ -25,8 +25,8 @@ LESSONS = {  # tokens of the technique
     "muon.py": 2155,
     "diloco.py": 1900,
     "offload.py": 2100,
-    "tensor_parallel.py": 1875,
-    "sequence_parallel.py": 2150,
+    "tensor_parallel.py": 1890,
+    "sequence_parallel.py": 2165,
     "context_parallel.py": 2300,
     "expert_parallel.py": 2150,
     "pipeline.py": 2510,  # four schedules, and a guard for each way to hang

@@ -115,7 +115,7 @@ def cause_of(old, new):
 
 
 def tables(known):
-    """The tables of docs/trouble.md: a section for each symptom, a row for each (where, cause)."""
+    """The tables of docs/trouble.md: for each symptom the lessons, in reading order."""
     rows = defaultdict(lambda: defaultdict(list))
     mutants = {key: value for key, value in find_mutants().items() if key in known}
     for key, (lesson, old, new) in mutants.items():
@@ -123,15 +123,18 @@ def tables(known):
         if shown:
             line = (ROOT / f"{lesson}.py").read_text().partition(old)[0].count("\n") + 1
             symptom = next(name for name in SYMPTOMS if shown[0].startswith(name))
-            link = f"[{lesson}.py:{line}](../{lesson}.py#L{line})"
-            rows[symptom][where(known[key]), cause_of(old, new)].append(link)
+            link = f"[line {line}](../{lesson}.py#L{line})"
+            rows[symptom][lesson, where(known[key]), cause_of(old, new)].append(link)
     count = sum(len(links) for section in rows.values() for links in section.values())
     yield f"Of {len(mutants)} mutants that ran {count} show in these runs, the others in a test of their own."
+    lessons = re.search(r"LESSONS=\((.*?)\)", (ROOT / "run.sh").read_text(), re.S)[1].split()
     for symptom in filter(rows.get, SYMPTOMS):
         yield f"\n### {SYMPTOMS[symptom]}\n\n{HINTS[symptom]}\n"
-        yield "| where | what it was | how often | look here |\n|---|---|---|---|"
-        for (place, cause), links in sorted(rows[symptom].items(), key=lambda row: -len(row[1])):
-            yield f"| {place} | {cause} | {len(links)} | {', '.join(dict.fromkeys(links))} |"
+        yield "| lesson | where | what it was | look here |\n|---|---|---|---|"
+        for (lesson, place, cause), links in sorted(
+            rows[symptom].items(), key=lambda row: lessons.index(row[0][0])
+        ):
+            yield f"| {lesson} | {place} | {cause} | {', '.join(dict.fromkeys(links))} |"
 
 
 def page(known):
