@@ -137,8 +137,8 @@ def check_said(name):
     Conv1D = type("Conv1D", (nn.Linear,), {})  # as if its weight were (inputs, outputs)
     for module, plan, expected in (
         (nn.Sequential(Conv1D(8, 8)), {"0": column}, "0 is split already, or neither a Linear"),
-        (nn.Sequential(nn.Embedding(8, 8, padding_idx=3)), {"0": rows}, "neither a Linear nor a plain Embedding"),
-        (nn.Sequential(nn.Embedding(8, 8, max_norm=1)), {"0": rows}, "neither a Linear nor a plain Embedding"),
+        (nn.Sequential(nn.Embedding(8, 8, padding_idx=3)), {"0": rows}, "nor a plain Embedding"),
+        (nn.Sequential(nn.Embedding(8, 8, max_norm=1)), {"0": rows}, "nor a plain Embedding"),
         (nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, "nothing"),
         (lesson.Block(2, 8), {"up": column, "down": (lesson.row_parallel, 1, 1)}, of_parts),
         (Net(), plan_of(lesson, ["up", "gate"]), of_ties),
