@@ -30,16 +30,15 @@ Sent (bytes, by each rank in each step of k microbatches)
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py
-    torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 40 --dtype bf16
-    (GPT-2 XL has 25 heads. N must divide their number.)
+    torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 40 --dtype bf16  # N must divide heads
 
 Left out
     Refused: targets to ignore, such as -100; an embedding's padding_idx or max_norm; autocast, in backward.
     Wrong, and not noticed: a split weight used outside of its layer, as by GPT's head (see ParallelGPT);
     heads that N does not divide; a wrong number of stacked matrices; an optimizer for whole matrices (Muon);
-    torch's clip_grad_norm_ and state_dict(), of this rank's part alone. Not handled: data parallelism beside
-    it; weights that are split when they are made; lengths that N does not divide; outside of the split
-    layers, what does not treat each token alone.
+    torch's own clip_grad_norm_, and state_dict(), which know only this rank's part of split weights.
+    Not handled: data parallelism beside it; creating the weights already split, not all of them first;
+    outside of the split layers, what does not treat each token alone; lengths that N does not divide.
 """
 
 import argparse
