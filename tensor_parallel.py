@@ -36,7 +36,7 @@ Sent (bytes, by each rank in each step of k microbatches)
 
 Run
     torchrun --nproc_per_node=2 tensor_parallel.py
-    torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 40 --dtype bf16  # N must divide heads
+    torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 40 --dtype bf16  # N divides 40
 
 Left out
     Refused: targets to ignore, such as -100; an embedding's padding_idx or max_norm; autocast, in backward.
