@@ -1,28 +1,46 @@
-"""Fusion: the arithmetic of single.py in fewer trips to memory: attention, loss, and the optimizer's step.
+"""Fusion: attention and loss in tiles, so that their largest tensors never exist, and a fused optimizer.
 
 Idea
-    Memory is slower than arithmetic, so a kernel should read a tile once and do all it can with it. A softmax
-    needs its row's maximum and sum; online, each tile corrects both (arXiv 1805.02867), in flash attention
-    also the output: it never holds s x s scores (2205.14135). The fused loss never holds bs x v logits.
+    Attention makes s x s scores for each head, and the loss v logits for each token. No other tensors of a
+    step are as large, and each of these numbers is needed for a moment only. So here a tile of them is
+    computed, used and dropped before the next one.
+
+    The difficulty is the softmax, which needs the maximum and the sum of a whole row. The online softmax
+    (arXiv 1805.02867) keeps both of the tiles so far. When a later tile has a larger maximum, it corrects the
+    sum. Flash attention (arXiv 2205.14135) corrects its output, too, and computes the scores again in
+    backward. The fused loss takes a chunk of tokens at a time. It computes the gradient of their logits at
+    once, and drops both.
+
+    Here each operator still reads and writes memory, so less is held, but not less moved. A kernel for a GPU
+    also keeps a tile in the chip's own memory, which is faster.
 
 Timeline
     | forward and loss | backward | all-reduce | clip, step |
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
+Memory (bytes on each of N ranks; P parameters)
+    L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
+    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
+    m bytes of a gradient, of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
     parameters    (w+c)P
     gradients     2mP                             each parameter's, and all in one flat tensor
     optimizer     KP
     activations   bs((16L+2)wh+(4L+2+aL)m)+whv    terms as in checkpointing.py
-    The loss keeps no logits but two gradients: x's and, in whv, the head's. Plain attention: 4mLabs^2 more.
+    The loss keeps no logits but two gradients: that of x, and in whv that of the head. With --plain attention
+    there are 4mLabs^2 more.
 
-Sent (bytes that a rank sends in a step)
-    all-reduce    2mP(N-1)/N
+Sent (bytes, by each of N ranks in each step)
+    all-reduce    2mP(N-1)/N    in a ring
 
 Run
-    torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64   (--plain attention: not fused)
+    torchrun --nproc_per_node=2 fusion.py
+    torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64
+    torchrun --nproc_per_node=2 fusion.py --plain attention loss    (these are then not fused)
 
 Left out
-    Kernels in CUDA or triton, dropout, masks other than causal, fewer key heads, second gradients.
+    Kernels in CUDA or triton, dropout, other masks than the causal one. Errors: q, k and v of several shapes,
+    as with fewer key heads; targets to ignore (of torch: an index is too large). Not noticed: gradients of
+    gradients are wrong.
 """
 
 import argparse
@@ -45,6 +63,23 @@ TILE = 128  # queries, keys, or numbers of a row
 CHUNK = 1024  # tokens whose logits are held at once
 
 
+def plain_attention(q, k, v):
+    """Causal attention of q, k, v (b, a, s, h/a), all of it, if memory does not matter."""
+    weights = three_pass_softmax(scores(q, k))  # (b, a, s, s)
+    return weights.to(v) @ v
+
+
+def scores(q, k, diagonal=True):
+    """Scaled scores of a tile of queries and keys; on the diagonal -inf where the key is later."""
+    tile = q @ k.mT
+    tile = tile.to(wide(q))
+    tile *= q.shape[-1] ** -0.5
+    if not diagonal:
+        return tile
+    later = torch.ones_like(tile, dtype=torch.bool).triu(1)
+    return tile.masked_fill(later, -math.inf)
+
+
 def three_pass_softmax(x):
     """Softmax over the last dim: a pass over x for the maximum, one for the sum, one for the results."""
     largest = x.amax(-1, keepdim=True)
@@ -53,8 +88,13 @@ def three_pass_softmax(x):
     return (x - largest).exp() / total
 
 
+# The problem is the size of the scores: a thousand tokens have a million for each head, which are there three
+# times in this softmax, and once more for backward. To work on a tile of a row, one must do without the
+# maximum and the sum of the whole row. add_tile() below is how.
+
+
 def two_pass_softmax(x):
-    """The same, with maximum and sum in one pass (arXiv 1805.02867, algorithm 3)."""
+    """The same. The first pass finds both the maximum and the sum (arXiv 1805.02867, algorithm 3)."""
     largest = torch.full_like(x[..., :1], -math.inf)
     total = 0
     for tile in x.split(TILE, -1):
@@ -63,7 +103,9 @@ def two_pass_softmax(x):
 
 
 def add_tile(largest, total, tile):
-    """Add a tile to rows. Returns their maxima and sums, what corrects older sums, exp(tile - maxima)."""
+    """Add a tile to the maxima and the sums of exp(x - maximum) of its rows.
+
+    Returns the new maxima and sums, the factor that corrects older sums, and the tile's exp(x - maximum)."""
     larger = torch.maximum(largest, tile.amax(-1, keepdim=True))
     correction = (largest - larger).exp()
     weights = (tile - larger).exp()
@@ -72,10 +114,12 @@ def add_tile(largest, total, tile):
 
 
 class FlashAttention(torch.autograd.Function):
-    """Causal attention of q, k, v (b, a, s, h/a). Backward recomputes scores (2307.08691, 3.1)."""
+    """As plain_attention(). Backward computes the scores again (FlashAttention-2, arXiv 2307.08691, 3.1)."""
 
     @staticmethod
     def forward(ctx, q, k, v):
+        if not q.shape == k.shape == v.shape:
+            raise ValueError("q, k and v must have one shape: as many heads and tokens")
         out = torch.empty_like(q)
         lse = torch.empty_like(q[..., :1], dtype=wide(q))
         for i, queries in enumerate(tiles(q, out, lse)):
@@ -122,28 +166,17 @@ def tiles(*tensors):
     return list(zip(*(x.split(TILE, 2) for x in tensors)))
 
 
-def scores(q, k, diagonal=True):
-    """Scaled scores of a tile of queries and keys; on the diagonal -inf where the key is later."""
-    tile = q @ k.mT
-    tile = tile.to(wide(q))
-    tile *= q.shape[-1] ** -0.5
-    if not diagonal:
-        return tile
-    later = torch.ones_like(tile, dtype=torch.bool).triu(1)
-    return tile.masked_fill(later, -math.inf)
-
-
 def wide(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def plain_attention(q, k, v):
-    weights = three_pass_softmax(scores(q, k))
-    return weights.to(v) @ v
-
-
 class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy: x (bs, h), weight (v, h), targets (bs,). Forward computes the gradients, too."""
+    """The mean cross-entropy of x (bs, h), weight (v, h) and targets (bs,), which plainly would be
+
+        logits = x @ weight.T  # (bs, v)
+        loss = F.cross_entropy(logits, targets)
+
+    Here forward also computes the gradients, and so needs the logits of a chunk of tokens only once."""
 
     @staticmethod
     def forward(ctx, x, weight, targets):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from test_all import check_parity, optimizers_made
-from tests.harness import TINY, holds, load, mutants, world
+from tests.harness import TINY, error_of, holds, load, mutants, world
 
 SIZES = (1, 5, 127, 128, 129, 300)  # tokens: less than a tile, a whole one, a partial last one
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -39,6 +39,13 @@ def check_attention(name):
         expected = torch.autograd.grad(plain, (q, k, v), grad)
         for name, one, other in zip("qkv", torch.autograd.grad(out, (q, k, v), grad), expected):
             close(one, other, msg=f"another gradient of {name}")
+
+
+def check_refused(name):
+    """Fewer key heads."""
+    lesson = load(name)
+    q = numbers(1, 2, 8, 4)
+    assert "must have one shape" in error_of(lambda: lesson.flash_attention(q, q[:, :1], q[:, :1])), "shapes"
 
 
 def check_loss(name):
@@ -88,8 +95,9 @@ def test_so_is_training_with_any_part_plain(part):
 
 
 CHECKS = check_softmax, check_attention, check_loss, check_memory
-test_a_fused_part_is_the_plain_one_in_less_memory = holds("fusion", *CHECKS)
+test_a_fused_part_is_the_plain_one_in_less_memory = holds("fusion", check_refused, *CHECKS)
 MUTANTS = [
+    ("if not q.shape == k.shape == v.shape:", "if False:", check_refused, "shapes"),
     ("weighted * correction + weights", "weighted + weights", check_attention, "another output"),
     ("total = total * correction +", "total = total +", check_softmax, "another softmax"),
     (".triu(1)", ".triu(2)", check_attention, "another output"),
