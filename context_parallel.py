@@ -1,35 +1,50 @@
-"""Context parallelism: each rank has 1/N of a sequence's tokens; only attention needs those of other ranks.
+"""Context parallelism: each rank has 1/N of a sequence's tokens, and only attention needs those of others.
 
 Idea
-    Ring attention (arXiv 2310.01889): keys and values travel round a ring of ranks; attention to each
-    rank's is merged into the output so far, weighted by log-sum-exp. Ulysses (arXiv 2309.14509): an
-    all-to-all trades 1/N of the tokens for all tokens of 1/N of the heads, and another one trades back. As a
-    causal mask gives later tokens more work, rank i of a ring has chunks i and 2N-1-i of 2N (zigzag).
+    The activations of a long sequence do not fit on one GPU, so its tokens are split across ranks. Norms and
+    MLPs treat each token alone. But a query needs the keys and values of all tokens before it.
 
-Timeline (forward of a ring, on rank 2 of 4; kv: keys and values; backward: and gradients, a hop later)
+    Ring attention (arXiv 2310.01889): a rank computes attention to the keys and values that it has, while it
+    sends them to the next rank, and receives others from the rank before. After N turns it has seen all. Each
+    turn's output is merged into the output so far, by the sums of their softmaxes (log-sum-exp).
+    A causal mask gives later tokens more work. So a sequence is cut into 2N chunks, and rank i has the chunks
+    i and 2N-1-i, an early and a late one (zigzag): then all ranks have the same work in each turn.
+
+    Ulysses (arXiv 2309.14509): attention treats each head alone. Before it, an all-to-all trades 1/N of the
+    tokens of all heads for all tokens of 1/N of the heads. After it, another one trades back.
+
+Timeline (forward of a ring, on rank 2 of 4; in backward, gradients of keys and values follow a turn later)
     compute | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
     network | kv of rank 1           | kv of rank 0   | kv of rank 3   |
 
-Memory (bytes, for --cp N, the default; w a weight, c its master, K its moments; letters: docs/formulas.md)
+Memory (bytes on each of N ranks, if all share a sequence, as by default; P parameters)
+    L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
+    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
+    m bytes of a gradient, of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
     parameters    (w+c)P
     gradients     2mP       each parameter's, and all in one flat tensor
     optimizer     KP
     activations   s(b((16L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ring
-    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses: its output twice
-    A block saves 16h a token (norms' inputs and outputs 4, q, k, v 3, attention's output 1, up 4, GELU 4);
-    numbers of m bytes: norms 4, heads one each. The last norm 2h and 2; the loss v; positions h once.
+    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses, which keeps its output twice
+    Of each token, a block keeps 16h: inputs and outputs of norms 4, q, k, v 3, attention's output 1, up 4,
+    GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has 2h and 2 statistics,
+    the loss v numbers, and the positions h, once.
 
-Sent (bytes that a rank sends in a step of k microbatches)
+Sent (bytes, by each rank in each step of k microbatches)
     send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring: kv N-1 times, in backward again; gradients N
     all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses: 4 in forward, 4 in backward
-    all-reduce    2mP(N-1)/N                  of all ranks, in any --cp
+    all-reduce    2mP(N-1)/N                  in a ring of all ranks: each has gradients of its own tokens
 
 Run
     torchrun --nproc_per_node=2 context_parallel.py
     torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --context 65536 --batch 1
 
 Left out
-    Masks other than causal, overlapping the all-reduce; GPU rings: h/a > 256, GQA in fp32, bf16 pre-Ampere.
+    Masks other than the causal one, documents in a sequence, dropout. The all-reduce of gradients
+    does not overlap with backward (see ddp.py). On GPUs, a ring needs kernels that torch has not for heads of
+    more than 256 numbers, for fewer key heads than query heads in fp32, and for bf16 before Ampere: an error.
+    Not noticed: tokens in another order than `order` says, which makes other scores.
 """
 
 import argparse
@@ -62,6 +77,11 @@ def shard_sequence(x, dim, order="zigzag", group=None):
     chunks = x.chunk(2 * world_size, dim)
     own = {"zigzag": (chunks[rank], chunks[-1 - rank]), "contiguous": chunks[2 * rank : 2 * rank + 2]}
     return torch.cat(own[order], dim)
+
+
+# If neither memory nor time mattered, each rank would all-gather k and v, and compute attention of its own
+# queries to all of them. The problem is that k and v of all tokens may not fit, and that nothing is computed
+# while they travel. A ring has those of two ranks at a time, and computes with one while the other arrives.
 
 
 def ring_attention(q, k, v, *, is_causal=False, group=None, order="zigzag"):
