@@ -1,26 +1,34 @@
-"""Expert parallelism: each token goes to a few of many MLPs, which are spread over the ranks.
+"""Expert parallelism: each token is computed by a few of many MLPs, and these are spread over the ranks.
 
 Idea
-    A mixture of experts has X MLPs in place of one; a router sends each token to the t most probable, and
-    their outputs, weighted by gates, are added up (arXiv 1701.06538): X times the MLP's parameters, t times
-    its FLOPs. A group of e ranks (--ep) has all experts, X/e a rank; all-to-alls take tokens there and back
-    (GShard, arXiv 2006.16668). Experts are kept equally busy by a loss (Switch, 2101.03961) over all ranks'
-    tokens (2501.11873), or by --balance bias, which changes the choice, not the gates (2408.15664).
+    A mixture of experts has X MLPs where a block had one. A router, a small linear layer, gives each token a
+    probability for every expert, and sends it to the t most probable. Their outputs are added up, weighted by
+    gates, which are these probabilities (arXiv 1701.06538). So a layer has X times the parameters of an MLP,
+    but computes only t times as much.
 
-Timeline (rank 0 of 2 has tokens 0-2, experts A, B; rank 1 3-5, C, D; 0C: token 0 for C; rows: rank 0's)
+    The experts are spread over a group of e ranks (--ep), X/e on each. An all-to-all takes tokens to the
+    ranks of their experts, and another one brings the outputs back (GShard, arXiv 2006.16668).
+
+    A rank whose experts are popular makes the others wait. So a loss pushes the router towards equal loads
+    (Switch, arXiv 2101.03961), counted over the tokens of all ranks (arXiv 2501.11873). With --balance bias,
+    a bias for each expert does so instead. It changes the choice, but not the gates (arXiv 2408.15664).
+
+Timeline (rank 0 of 2 has tokens 0-2 and experts A, B; rank 1 has 3-5 and C, D; 0C: token 0 for C; of rank 0)
     1 by token              0B 0C 1A 1B 2D 2A         all-gather of counts
     2 by expert             1A 2A 0B 1B | 0C 2D       all-to-all: 0C and 2D go to rank 1
     3 by rank, by expert    1A 2A 0B 1B | 3A 4B 5B
     4 by expert, by rank    1A 2A 3A | 0B 1B 4B 5B    A and B compute
     5 outputs go back       order 3; all-to-all; order 2; weighted and added up by token; backward: reversed
 
-Memory (bytes; U parameters in an expert, D outside them; M = (L+1)//2 mixtures; see docs/formulas.md)
+Memory (bytes; U parameters in an expert, D outside of them; M = (L+1)//2 mixtures in L layers)
+    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0; m bytes of a gradient: 4, in fp64 8
     parameters    (w+c)(D+MXU/e)
-    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, k > 1, also bf16 ones: backward casts them last
+    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, with k > 1 microbatches, bf16 ones beside them
     optimizer     K(D+MXU/e)
 
-Sent (bytes that a rank sends in a step of k microbatches, each b sequences of s tokens over all N ranks)
-    all-to-all    4wkM(tbsh/N)(e-1)/e           on average, without a --capacity-factor
+Sent (bytes, by each of N ranks in each step of k microbatches, each of b sequences of s tokens on all ranks)
+    all-to-all    4wkM(tbsh/N)(e-1)/e           on average, without a --capacity-factor; h width
     all-gather    8kMX(N-1)                     how many tokens of each rank chose each expert
     all-reduce    2m(D(N-1)+MXU(N-e)/e)/N       gradients; experts' among the N/e ranks that have the same
 
@@ -31,9 +39,10 @@ Run
     rounding, rounding decides which of them a token goes to, and from there on the runs differ.
 
 Left out
-    Router z-loss and noise, grouped GEMM (a loop over experts here), overlap of all-to-alls, gradient buckets
-    and their overlap (an all-reduce a parameter, after backward), fixed shapes (here the host waits for
-    counts once in each mixture and microbatch: the sizes of its all-to-alls and of its experts' inputs).
+    The router's z-loss and noise. Experts compute one after the other, not in one grouped product. All-to-alls
+    and all-reduces do not overlap with computation. The host waits for the counts in each mixture and
+    microbatch, as the sizes of messages depend on them; programs that must not wait use fixed shapes.
+    All ranks must have equally many tokens, or gradients are not those of the mean: this is not noticed.
 """
 
 import argparse

@@ -1,35 +1,46 @@
-"""3D parallelism: data x tensor x pipeline parallelism on one mesh; which group sums what, in which order.
+"""3D parallelism: data, tensor and pipeline parallelism on one mesh of ranks, and which group adds up what.
 
 Idea
-    N = p x d x t ranks: p pipeline stages; d replicas of each, with shares of the batch; t ranks that split a
-    replica's layers, neighbours, as they send most (arXiv 2104.04473). ddp.py and others teach the axes.
+    N = p x d x t ranks: p pipeline stages (pipeline.py), d replicas of each stage, which have their own parts
+    of the batch (ddp.py), and t ranks that split the layers of a replica (tensor_parallel.py). These t send
+    most, so they are neighbours, on one node. Pipeline stages send least, so they are farthest apart
+    (Megatron-LM, arXiv 2104.04473, section 3).
+
+    The three techniques are those of their own lessons, in short. New here are the mesh and its groups; the
+    order of collectives, which must be the same on all ranks of a group; and the embedding, which the first
+    and the last stage share, so that its gradient is a sum of both's.
 
 Timeline (a step of 2 x 2 x 2 ranks)
     stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3
     stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
-    Microbatches in 1F1B: tensor 0-1, pipeline 0-4. In the last backward: data 0-2, layer by layer. Then the
-    loss, all ranks; embedding's gradient, 0-4 and 0-2; norm, all; step; with --zero 1 new weights, 0-2.
+    Microbatches in 1F1B order: tensor parallel sums between ranks 0 and 1, messages between 0 and 4. In the
+    last backward: gradients between 0 and 2, layer by layer. Then the loss, of all ranks; the embedding's
+    gradient, between 0 and 4, then 0 and 2; the norm, of all; the update; with --zero 1 the weights, between 0 and 2.
 
-Memory (bytes: w a weight, c its master, if bf16, K its moments, g 1 over gloo; all letters: docs/formulas.md)
-    parameters    (w+c)R                 R parameters on the rank with most, about P/t/p
+Memory (bytes; R parameters on the rank that has most, about P/t/p)
+    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0; g = 1 over gloo, for a receive buffer, else 0
+    parameters    (w+c)R
     gradients     (w+c)R                 in bf16 also the masters'
     optimizer     KR
     parameters    (w+c/d)R               with --zero 1 (if d > 1): each master on one replica
     gradients     (w+gw+(w+c)/d)R        with --zero 1: gradients, receive buffer, the shard's, its master's
     optimizer     KR/d                   with --zero 1
 
-Sent (bytes that the rank with most sends in a step, along each axis; // rounds down)
+Sent (bytes, by the rank that sends most, in each step of k microbatches, along each axis; // rounds down)
     tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 a block; head; if p = 1 embedding; loss: m + 8
     pipeline      min(2,p-1)kwbsh                             to the next stage outputs, back gradients
     tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient, if p > 1
     data          2wR(d-1)/d                                  all-reduce, or reduce-scatter and all-gather
+    L layers, h width, v vocabulary; b sequences of s tokens in a microbatch; m = 4, in fp64 8
 
 Run
     torchrun --nproc_per_node=8 parallel_3d.py
     torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
 
 Left out
-    Sequence parallelism, other schedules, ZeRO-2 and 3, a formula for activations.
+    Sequence parallelism, other schedules than 1F1B, ZeRO-2 and 3, a formula for activations. Its classes are
+    made for the toy model: to lift one technique, take it from its own lesson.
 """
 
 import argparse
