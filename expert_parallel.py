@@ -39,7 +39,7 @@ Run
     rounding, rounding decides which of them a token goes to, and from there on the runs differ.
 
 Left out
-    The router's z-loss and noise. Experts compute one after the other, not in one grouped product. All-to-alls
+    The router's z-loss and noise. Experts compute one after the other, not in a grouped product. All-to-alls
     and all-reduces do not overlap with computation. The host waits for the counts in each mixture and
     microbatch, as the sizes of messages depend on them; programs that must not wait use fixed shapes.
     All ranks must have equally many tokens, or gradients are not those of the mean: this is not noticed.

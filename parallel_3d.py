@@ -15,7 +15,7 @@ Timeline (a step of 2 x 2 x 2 ranks)
     stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
     Microbatches in 1F1B order: tensor parallel sums between ranks 0 and 1, messages between 0 and 4. In the
     last backward: gradients between 0 and 2, layer by layer. Then the loss, of all ranks; the embedding's
-    gradient, between 0 and 4, then 0 and 2; the norm, of all; the update; with --zero 1 the weights, between 0 and 2.
+    gradient, between 0 and 4, then 0 and 2; the norm, of all; the update; with --zero 1 the weights, 0 and 2.
 
 Memory (bytes; R parameters on the rank that has most, about P/t/p)
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
