@@ -39,8 +39,7 @@ Run
     torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
 
 Left out
-    Sequence parallelism, other schedules than 1F1B, ZeRO-2 and 3, a formula for activations. Its classes are
-    made for the toy model: to lift one technique, take it from its own lesson.
+    Sequence parallelism, schedules other than 1F1B, ZeRO-2 and 3. To lift a technique, take its own lesson.
 """
 
 import argparse
