@@ -235,7 +235,7 @@ def parse(arguments=None):
     return read_flags(arguments, own, replicas=(1, 16))
 
 
-class MasterWeights:  # steps fp32 copies of bf16 parameters, 64 MiB of them at a time (arXiv 1910.02054, 3.1)
+class MasterWeights:  # updates fp32 copies of bf16 parameters, 64 MiB at a time (arXiv 1910.02054, 3.1)
     def __init__(self, optimizer_class, params, **options):
         self.groups = []
         for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32

@@ -1,4 +1,4 @@
-"""GPUs that are not there: a lesson on a device of Python alone, over a pretended NCCL.
+"""GPUs that are not there: a lesson on a device of Python alone, over a simulated NCCL.
 It is loaded with "pretend" wherever it says "cuda". Tensors of that device have shapes and storages but no
 data (FakeTensorMode), those of the host are real. A Gpu sees operators, copies and streams, counts how often
 the host waits, and holds what a lesson must not do there; streams.py has the rest."""

@@ -1,4 +1,4 @@
-"""Which operation comes after which, on a pretended GPU: what a wait that gloo forgives hides.
+"""Which operation comes after which, on a simulated GPU: what a wait that gloo forgives hides.
 Each stream, each group's network and each thread of the host has a clock: how many operations of every other
 one have ended before its next begins. Each storage has its readers and writers, and when they did it. Streams
 fails where two that need an order have none, and says the rule and both lines."""

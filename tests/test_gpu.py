@@ -1,4 +1,4 @@
-"""./run.sh gpu, rehearsed; tools/ledger.py and bench/bench.py on a pretended GPU."""
+"""./run.sh gpu, rehearsed; tools/ledger.py and bench/bench.py on a simulated GPU."""
 
 import json
 import os

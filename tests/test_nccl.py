@@ -1,4 +1,4 @@
-"""Every lesson as on GPUs, without one: its streams on a pretended GPU, and the order that NCCL needs."""
+"""Every lesson as on GPUs, without one: its streams on a simulated GPU, and the order that NCCL needs."""
 
 import gc
 import os
@@ -72,7 +72,7 @@ def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
         save = "" if name == "offload" else f"--save {folder}/weights.pt"
         flags = f"--inner-steps 1 {flags}" if name == "diloco" else flags
         flags = f"{TINY} --width 96 --vocab 264 --layers 2 --steps 2 --accum {accum} {save} {flags}"
-        # Autograd has a thread for the first pretended GPU, but none for the others of dp_threads.py.
+        # Autograd has a thread for the first simulated GPU, but none for the others of dp_threads.py.
         with torch.autograd.set_multithreading_enabled("--no-threads" not in flags):
             gpu = Streams(path, rank, size).run(flags.replace("FOLDER", folder), main)
     expected = dict(WAITS)
