@@ -146,6 +146,7 @@ class Checkpoint:
 
     def unpack(self, number):
         # The first tensor that backward asks for brings all of them; each is free once it has been used.
+        assert number is not None, "torch.autograd.grad() inside of a checkpointed function: call it outside"
         if number not in self.recomputed:
             self.recompute()
         tensor, version = self.recomputed.pop(number)

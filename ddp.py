@@ -111,7 +111,7 @@ class DDP(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [bucket.flat_grad for bucket in self.buckets]
+        grads = [param.grad for param in self.params if param.grad is not None]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         norm = squares.sqrt()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))

@@ -35,7 +35,7 @@ Run
 
 Left out
     Errors here: inputs or outputs other than one tensor, an input that requires a gradient, a second backward
-    through the same output, create_graph=True.
+    through the same output, create_graph=True, parametrized modules (weight_norm).
     Not handled: autocast and saved-tensor hooks around DP do not reach the threads (enter them in the
     module's forward). What a forward changes in a replica is lost, except buffers that the first replica
     changes in place. Tensors that are neither parameters nor buffers stay where they are.

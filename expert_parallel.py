@@ -42,7 +42,8 @@ Left out
     The router's z-loss and noise. Experts compute one after the other, not in a grouped product. All-to-alls
     and all-reduces do not overlap with computation. The host waits for the counts in each mixture and
     microbatch, as the sizes of messages depend on them; programs that must not wait use fixed shapes.
-    All ranks must have equally many tokens, or gradients are not those of the mean: this is not noticed.
+    Not noticed: ranks with other numbers of tokens; a wrapper around an MoE, such as DDP, which gives the
+    experts of rank 0 to all ranks.
 """
 
 import argparse

@@ -42,7 +42,7 @@ Left out
     Refused: targets to ignore, such as -100; an embedding's padding_idx or max_norm; autocast, in backward.
     Wrong, and not noticed: a split weight used outside of its layer, as by GPT's head (see ParallelGPT);
     heads that N does not divide; a wrong number of stacked matrices; an optimizer for whole matrices (Muon);
-    torch's own clip_grad_norm_, and state_dict(), which know only this rank's part of split weights.
+    torch's clip_grad_norm_ and state_dict(), which know only this rank's part; gradients of gradients.
     So is a replicated parameter between a column- and a row-parallel layer (QK-norm, PReLU).
     Not handled: data parallelism beside it; creating the weights already split, not all of them first;
     dropout, which needs the same random numbers on all ranks where activations are replicated.
@@ -203,8 +203,8 @@ class TensorParallel:
         self.module = module
         self.split = {}  # parameter: (dim, this rank's indices along it, unsharded shape)
         # All ranks start from rank 0's weights.
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, 0)
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), 0)
         planned = {}  # layer: the pattern that names it
         for pattern, (forward, dim, stacked) in plan.items():
             for name, layer in module.named_modules():

@@ -165,7 +165,7 @@ class ZeRO1(nn.Module):
         if not all(unit.shard.requires_grad for unit in self.units):
             raise RuntimeError("freeze the module's parameters before you wrap it, not the shards")
         if any(unit.gather_work for unit in self.units):
-            raise RuntimeError("the weights of a unit were used, but its forward was not called")
+            raise RuntimeError("the last forward failed, or used the weights of a unit without calling it")
 
     def _protect(self):
         for submodule in self.modules():

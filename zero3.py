@@ -36,7 +36,7 @@ Left out
     or unfrozen after wrapping, which is not trained; torch's own clip_grad_norm_ and GradScaler, which look
     at 1/N of the gradients; an update before a step's last backward. What else fails, and how: docs/use.md.
     While a weight is sharded, it is NaN: use it in its unit's forward only. If the loss uses a tensor that a
-    unit has made but not returned, backward reads freed memory: return it.
+    unit has made but not returned, or only inside of a dataclass, backward reads freed memory: return it.
 """
 
 import argparse

@@ -101,6 +101,15 @@ def check_misuse(name):
         y = call(lambda x, f=function, runs=runs: f(x, next(runs)), torch.randn(4, 4, requires_grad=True))
         said = error_of(y.backward)
         assert expected in said, f"{said!r}, not {expected!r}"
+    calls = iter(range(20))
+
+    def differentiated(x):
+        next(calls)  # StopIteration, if backward runs this again and again
+        (grad,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+        return (x - grad).sin().sum()
+
+    said = error_of(lambda: call(differentiated, torch.ones(4, requires_grad=True)).backward())
+    assert "inside of a checkpointed function" in said, f"{said!r} of a gradient inside"
 
 
 @on_ranks(2)
@@ -264,5 +273,6 @@ MUTANTS = [
     ("in tree_leaves(values) if", "in values if", check_changed, "listed: nothing"),
     ("if not torch.is_grad_enabled()", "if False", check_gradients, "in inference_mode() RuntimeError"),
     ("y.backward(grad)", "y.backward(grad.sign())", check_naive, "naive: differs"),
+    ("assert number is not None", "assert True", check_misuse, "of a gradient inside"),
 ]  # fmt: skip
 test_a_mutant_of_both_is_rejected = mutants(MUTANTS, "checkpointing zero_r")

@@ -373,15 +373,106 @@ def outputs(name, of):
     wrapper = wrapped(name)
     train(wrapper, batches()[1])
     x = batches()[0][0]
-    if of == "compiled":
-        torch._dynamo.reset()
-        computed = torch.compile(wrapper, backend="eager")(x)
-    elif of == "inference":
+    if of == "inference":
         with torch.inference_mode():
             computed = wrapper(x)
     else:
         return compare(wrapper.module[1](x).detach(), trained()[1](x).detach())
     return compare(computed.detach(), trained()(x).detach())
+
+
+def compiled(name, what):
+    """In backward, too; not by inductor, which needs a compiler."""
+    torch._dynamo.reset()
+    model = model_of()
+    if what == "forward":
+        model[1].forward = torch.compile(model[1].forward, backend="aot_eager")
+    elif what == "block":
+        model[1].compile(backend="aot_eager")
+    wrapper = wrap(name, model, Block, **options(name))[1]
+    if what == "wrapper":
+        wrapper.compile(backend="aot_eager")
+    train(wrapper, batches()[1])
+    return same(wrapper, trained())
+
+
+def weight_grads(model, x):
+    params = list(model.parameters())
+    for param, grad in zip(params, torch.autograd.grad(loss_of(model, x), params)):
+        param.grad = grad
+
+
+def input_grads(model, x):
+    """A gradient penalty, of samples, so that a half batch has half of it."""
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    grad.square().sum(1).mean().backward()
+
+
+def clip(model):
+    """By its method, or as torch does it, after what noise or a projection does to gradients."""
+    for param in model.parameters():
+        param.grad = param.grad * 3
+    if hasattr(model, "clip_grad_norm_"):
+        model.clip_grad_norm_(0.01)
+    else:
+        clip_norm(model)
+
+
+def kept(name):
+    """A gradient that is kept while the next ones are computed."""
+    wrapper, plain = wrapped(name), model_of()
+    found = []
+    for model, data in zip((plain, wrapper), batches()):
+        backward(model, data[0])
+        grads = [param.grad for param in model.parameters()]
+        model.zero_grad()
+        backward(model, data[1])
+        found.append(sum(grad.square().sum() for grad in grads))
+    total = found[1]
+    if name != "ddp":
+        dist.all_reduce(total)
+    return compare(found[0], total)
+
+
+@torch.no_grad()
+def updated(param):
+    param -= 0.1 * param.grad
+
+
+def in_backward(name):
+    """An optimizer that updates each parameter as soon as it has its gradient."""
+    wrapper, plain = wrapped(name), model_of()
+    for model in wrapper, plain:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(updated)
+    for model, data in zip((plain, wrapper), batches()):
+        for x in data:
+            backward(model, x)
+            model.zero_grad()
+    return same(wrapper, plain)
+
+
+def tied_data(model):
+    model[2].up.weight.data = model[1].up.weight.data
+
+
+def assigned(name):
+    wrapper, plain = wrapped(name), model_of()
+    for model in wrapper.module, plain:
+        model[1].up.weight.data = torch.eye(6).double()
+    train(wrapper, batches()[1])
+    train(plain, batches()[0])
+    return same(wrapper, plain)
+
+
+class Bounded(Sparse):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 6, max_norm=0.1)
+
+    def forward(self, x):
+        return x + self.table((x[:, 0] > 0).long())
 
 
 def update_between(name):
@@ -483,8 +574,18 @@ CASES = {
         partial(case, backward=twice_used), partial(case, backward=retained), partial(case, kind=Recomputed)],
     "`backward(create_graph=True)`": [partial(case, backward=graph)],
     "go on after a backward that failed": [failing],
-    "`torch.compile` of the wrapper; `torch.inference_mode()`": [
-        partial(outputs, of="compiled"), partial(outputs, of="inference")],
+    "`torch.compile` of a unit's forward before wrapping": [partial(compiled, what="forward")],
+    "`torch.compile` of the wrapper; `block.compile()`": [
+        partial(compiled, what="wrapper"), partial(compiled, what="block")],
+    "`torch.inference_mode()`": [partial(outputs, of="inference")],
+    "`torch.autograd.grad` for gradients of inputs": [partial(case, backward=input_grads)],
+    "`torch.autograd.grad` for gradients of weights": [partial(case, backward=weight_grads)],
+    "change or replace `.grad` before clipping": [partial(case, between=clip)],
+    "keep a `.grad` beyond `zero_grad()`": [kept],
+    "an optimizer in backward, by hooks after wrapping": [in_backward],
+    "tie weights through `.data` before wrapping": [partial(case, before=tied_data)],
+    "assign `weight.data` after wrapping": [assigned],
+    "`nn.Embedding(max_norm=...)`": [partial(case, kind=Bounded)],
     "call a part of the module after an update": [partial(outputs, of="part")],
     "update between a forward and its backward": [update_between],
     "update after a backward that is not the step's last": [update_early],

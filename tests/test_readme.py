@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import tempfile
-from functools import partialmethod
 from unittest import mock
 
 import pytest
@@ -265,7 +264,7 @@ def check_before(kind):
     """The loop, of a model that is loaded, frozen, tied, hooked and compiled."""
     there = start(dist.get_rank(), 2)
     before = snippet("Before you wrap")
-    with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager")):
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         torch._dynamo.reset()
         exec(before, there)
         exec(snippet("DDP") if kind == "DDP" else wrapped(snippet("The training loop"), kind), there)
