@@ -159,15 +159,17 @@ class Members:
             self.state = self.state or states[0]
 
     def enter(self, step):
-        """A newcomer's way in, from this step on: sign up for the next generation, then abort this step."""
+        """A newcomer's way in, from this step on: sign up for the next generation, and abort the first step
+        that is not yet decided."""
         while True:
             time.sleep(0.01)
             self.state = None
             self.generation, self.members, now = look(self.store)
             if now >= step or self.worker in self.members:  # else a generation without it is about to form
                 self.store.append(f"{self.generation + 1}/answers", f"{self.worker} ")
-                aborted = self.store.compare_set(f"{self.generation}/{now}", "", "a newcomer") != b"committed"
-                if aborted and self.agree():
+                while self.store.compare_set(f"{self.generation}/{now}", "", "a newcomer") == b"committed":
+                    now += 1
+                if self.agree():
                     return self.store.set(f"able/{self.worker}", "")
 
     def may_save(self):
@@ -218,7 +220,7 @@ def train(config, members=None):
     device, text = set_up(config, f" | timeout {config.timeout:g}")
     masters = GPT(config).to(device, DTYPES[config.dtype])
     if config.dtype == "bf16":
-        masters.float()  # what the optimizer steps (arXiv 1910.02054, 3.1)
+        masters.float()  # which the optimizer updates (arXiv 1910.02054, 3.1)
     optimizer = OPTIMIZERS[config.optim](masters.parameters(), lr=config.lr, fused=True)
     step, *states = members.state
     for part, state in zip((masters, optimizer), states):

@@ -1,8 +1,8 @@
-"""Runs survive.py's protocol without processes, in every order of events or in a sample: who dies, who is late?
+"""Runs survive.py's protocol without processes, in all orders of events or a sample: who dies, who is late?
 
     python tools/orders.py [FILE] [--deaths N] [--walks N] [--all]
 
-The code that runs is FILE's own: its class Members, and judge(), the launcher's answer to the end of a worker.
+The code that runs is FILE's own: its class Members, and judge(), which the launcher calls when a worker ends.
 Both pause wherever they wait, and before each write that changes the store, which is a dict here. From each
 state that can occur in one of CASES, all that can happen next is tried: somebody goes on; a worker dies; a
 collective fails, as a member has left; a worker that waits is late, so that its timeout passes. Each case has
@@ -178,7 +178,8 @@ class Trial:
         while True:
             worker = yield ("end",)
             self.running.remove(worker)
-            yield from self.module["judge"](self.config, self.store, worker, 1, sorted(self.running))
+            pauses = self.module["judge"](self.config, self.store, worker, 1, sorted(self.running))
+            yield from pauses or ()
 
     def meet(self, step):
         """A collective, which may fail on some and not on others if a member is dead or has left."""
