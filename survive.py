@@ -21,8 +21,8 @@ Memory (bytes; P parameters, N members)
 Sent (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N
 
-    For a newcomer, the first member broadcasts its weights and moments to all, pickled. Until they are
-    unpickled, this takes as much memory again, or twice as much, on each of them.
+    A newcomer is sent the weights and moments of the first member, pickled. For that time they take up to
+    twice their memory more on the first member, and up to four times on the newcomer.
 
 Run
     python survive.py --workers 4 --kill 1@5 2@9 --join 12
@@ -73,7 +73,6 @@ class Members:
         self.timeout = timedelta(seconds=150 if store else 0)  # until all have started; 0: none
         self.generation = 0
         self.members = range(config.workers)  # of this generation, newcomers last
-        self.before = ()  # the members of the last generation that was connected
         self.state = [1]  # the step, and what regroup() was given; None on a newcomer that waits for it
 
     def attempt(self, step, communicate, *arguments):
@@ -98,7 +97,7 @@ class Members:
     def regroup(self, step, *parts):
         """Begin generations until the members of one are connected."""
         started = time.perf_counter()
-        self.before = self.members
+        self.before = self.members  # of the last generation that has begun
         self.state = [step, *(part.state_dict() for part in parts)]
         while not self.agree():
             if self.worker not in self.members:
@@ -144,7 +143,7 @@ class Members:
             time.sleep(0.01)
 
     def connect(self):
-        """Make the generation's process group, and give newcomers the first member's state."""
+        """Make the generation's process group, and send the first member's state to newcomers."""
         rank = self.members.index(self.worker)
         os.environ["RANK"] = str(rank)  # so that refuse() speaks on the first one
         if len(self.members) < self.config.min_workers:
@@ -153,10 +152,13 @@ class Members:
             refuse(f"no worker has died, yet every attempt fails: {self.decision.decode()}")
         store = dist.PrefixStore(f"{self.generation}/group", self.store)
         dist.init_process_group("gloo", None, self.timeout, len(self.members), rank, store)
-        if not set(self.members).issubset(self.before):
-            states = [self.state]
-            dist.broadcast_object_list(states)
-            self.state = self.state or states[0]
+        if not self.state:
+            received = [None]
+            dist.recv_object_list(received, 0)
+            self.state = received[0]
+        elif rank == 0:
+            for newcomer in set(self.members).difference(self.before):
+                dist.send_object_list([self.state], self.members.index(newcomer))
 
     def enter(self, step):
         """A newcomer's way in, from this step on: sign up for the next generation, and abort the first step
@@ -181,10 +183,10 @@ class Members:
 
 def look(store):
     """(the last generation, its members, the step that they attempt)."""
-    generation = 0  # which has no members
+    generation = 0
     while store.check([f"{generation + 1}/members"]):
         generation += 1
-    members = json.loads(store.get(f"{generation}/members"))
+    members = json.loads(store.get(f"{generation}/members")) if generation else []
     return generation, members, store.add(f"{generation}/now", 0)
 
 
@@ -280,7 +282,6 @@ def launch(config):
     store = dist.TCPStore(
         *server.getsockname(), is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
     )
-    store.set("0/members", "[]")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])  # or each would take seconds
     running = {}  # {what tells of its end: (worker, process)}
@@ -328,8 +329,7 @@ def parse(arguments=None):
         refuse(f"--join: must be steps from 1 to {config.steps}, and needs --workers")
     config.everyone = range(config.workers + len(config.join))
     for kill in config.kill:
-        worker, _, step = kill.partition("@")
-        if worker not in map(str, config.everyone) or step not in map(str, steps):
+        if kill not in (f"{worker}@{step}" for worker in config.everyone for step in steps):
             refuse(f"--kill {kill}: must be R@S, a worker and a step that there are, and needs --workers")
     return config
 

@@ -59,7 +59,7 @@ class Pauses(ast.NodeTransformer):
         arguments = ", ".join(map(ast.unparse, node.args))
         first = arguments.partition(",")[0]
         store, _, method = name.rpartition(".")
-        if name == "communicate" or re.fullmatch(r"self\.(attempt|agree|propose)|dist\.(init|broad).*", name):
+        if re.fullmatch(r"communicate|self\.(attempt|agree|propose)|dist\.(init|send|recv).*", name):
             return parsed(f"(yield from {call})")
         if name == "time.sleep":
             return parsed("(yield ('sleep',))")
@@ -116,11 +116,11 @@ class Trial:
     def __init__(self, module, case):
         self.module, self.case = module, case
         self.deaths, self.delays = case.deaths, case.delays
-        self.store = Store({"0/members": "[]"})
+        self.store = Store()
         if case.members:
             self.store |= {"1/members": str(case.members), "1/0": "committed", "1/now": "1"}
             self.store |= {f"able/{worker}": "" for worker in case.members}
-        self.handed = {}  # {generation: the first member's state}
+        self.sent = {}  # {(generation, newcomer): the first member's state}
         self.taken = {}  # {step: (generation, who has taken it)}
         self.met = {}  # {(generation, step): who has come to its collective}
         self.computed = {}  # {worker: the last collective that it has been through}
@@ -132,7 +132,7 @@ class Trial:
         group.distributed_c10d = SimpleNamespace(_world=SimpleNamespace())
         group.get_rank = lambda: self.members[self.now].members.index(self.now)
         group.init_process_group = lambda *_: self.meet(0)
-        group.broadcast_object_list = self.hand_over
+        group.send_object_list, group.recv_object_list = self.send, self.receive
         module |= {"time": clock, "dist": group, "print": id, "refuse": sys.exit}
         self.config = SimpleNamespace(workers=case.first, timeout=1, min_workers=1, kill=())
         for worker in sorted({*range(case.first), *case.members, *case.newcomers}):
@@ -181,20 +181,25 @@ class Trial:
             pauses = self.module["judge"](self.config, self.store, worker, 1, sorted(self.running))
             yield from pauses or ()
 
-    def meet(self, step):
+    def meet(self, step, who=None):
         """A collective, which may fail on some and not on others if a member is dead or has left."""
-        place = self.members[self.now].generation, step
+        worker = self.members[self.now]
+        place = worker.generation, step
         self.met.setdefault(place, set()).add(self.now)
-        if (yield ("meet", place)):
+        if (yield ("meet", place, who or worker.members)):
             raise RuntimeError
         self.computed[self.now] = place
 
-    def hand_over(self, states):
-        member = self.members[self.now]
-        if member.worker == member.members[0]:
-            self.handed[member.generation] = states[0]
-        yield from self.meet("state")
-        states[0] = self.handed[member.generation]
+    def send(self, states, peer):
+        sender, newcomer = self.now, self.members[self.now].members[peer]
+        self.sent[self.members[sender].generation, newcomer] = states[0]
+        yield from self.meet(f"to {newcomer}", [sender, newcomer])
+
+    def receive(self, states, peer):
+        newcomer = self.members[self.now]
+        yield from self.meet(f"to {self.now}", [newcomer.members[peer], self.now])
+        assert (newcomer.generation, self.now) in self.sent, "a newcomer gets no state"
+        states[0] = self.sent[newcomer.generation, self.now]
 
     def choices(self):
         """[(worker, what may happen to it next)]."""
@@ -208,9 +213,9 @@ class Trial:
                 goes = all(key in self.store for key in what[0])
                 late = ask == "wait a while" and not goes
             elif ask == "meet":
-                others = self.members[worker].members
-                goes = self.met[what[0]] == {*others}
-                fails = any(o not in self.asks or self.members[o].generation > what[0][0] for o in others)
+                place, others = what
+                goes = self.met[place] == {*others}
+                fails = any(o not in self.asks or self.members[o].generation > place[0] for o in others)
                 late = not goes
             elif ask == "sleep":
                 late = self.members[worker].state is not None
@@ -261,7 +266,7 @@ class Trial:
         for worker in self.asks:
             if worker != LAUNCHER:
                 m = self.members[worker]
-                found += [m.generation - oldest, str(m.members), str(m.state), str(m.before)]
+                found += [m.generation - oldest, str(m.members), str(m.state), str(vars(m).get("before"))]
             thread = self.threads[worker]
             while thread:
                 found += [worker, thread.gi_frame.f_lasti]
@@ -276,7 +281,8 @@ class Trial:
         found += [(step, g - oldest, *workers) for step, (g, workers) in sorted(self.taken.items())]
         found.append(frozenset([(g - oldest, s, *who) for (g, s), who in self.met.items() if g >= oldest]))
         found.append(frozenset([(w, g - oldest, s) for w, (g, s) in self.computed.items() if g >= oldest]))
-        found += [(g - oldest, str(state)) for g, state in sorted(self.handed.items()) if g >= oldest]
+        sent = sorted(self.sent.items())
+        found += [(g - oldest, newcomer, str(state)) for (g, newcomer), state in sent if g >= oldest]
         return hash(tuple(found))
 
     def end(self, code):
@@ -345,8 +351,8 @@ def search(path, case):
                 todo += [((link, choice), state) for choice in choices[1:]]
                 link, last = (link, choices[0]), state
                 trial.go(*choices[0])
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {told(trial.events)}") from None
+        except Exception as error:  # an AssertionError, or the protocol's own
+            raise AssertionError(f"{error}: {told(trial.events)}") from error
     can_end = set()
     while ends:
         state = ends.pop()
