@@ -1,15 +1,17 @@
-"""Survive: a rank dies, and the others redo the step without it.
+"""Survive: a rank dies, and the others repeat the step without it.
 
 Idea
-    Replicas as in ddp.py, in workers of a launcher that holds their store. A step is proposed, computed, and
-    committed when all members of an epoch have the summed gradient and have voted; then each takes it. If one
-    dies or hangs it is aborted, before a weight has changed. The others sign up for the next epoch, of which
-    the first list proposed holds, and redo the step, its batch divided anew: losses and weights are
-    single.py's. The store's compare-and-set decides each question once (two-phase commit, Gray 1978).
+    Workers are DDP replicas, started by a launcher that hosts a key-value store. In each step they sum their
+    gradients, and each votes in the store once it has the sum. When all have voted, the step is committed,
+    and all update their weights. If one dies or hangs, the step is aborted before any weight has changed. The
+    others form the next generation, split the batch anew and repeat it: losses and weights are single.py's.
+
+    The store's compare-and-set settles each question once: is this step committed or aborted? Who belongs to
+    the next generation? (The first list that anyone proposes. Two-phase commit: Gray 1978.)
 
 Timeline (v: votes in the store)
-    worker 0, 1 | compute 3 | all-reduce v step | compute 4 | all-reduce: abort | answer, connect | compute 4
-    worker 2    | compute 3 | all-reduce v step | compute 4 | dies
+    worker 0, 1 | compute 3 | all-reduce v update | compute 4 | all-reduce: abort | agree, connect | compute 4
+    worker 2    | compute 3 | all-reduce v update | compute 4 | dies
 
 Memory (bytes; P parameters, N members)
     parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
@@ -17,16 +19,25 @@ Memory (bytes; P parameters, N members)
     optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
 
 Sent (bytes that a rank of a ring sends in a step)
-    all-reduce    2wP(N-1)/N    beside it, when an epoch begins, its first member sends all the state
+    all-reduce    2wP(N-1)/N
+
+    A newcomer is sent the weights and moments of the first member, pickled. For that time they take up to
+    twice their memory more on the first member, and up to four times on the newcomer.
 
 Run
-    python survive.py --workers 4 --kill 1@5 2@9:vote --join 12
-    python survive.py --workers 4 --size small --steps 200    and kill -9, -STOP or -CONT what it names
+    python survive.py --workers 4 --kill 1@5 2@9 --join 12
+    python survive.py --workers 4 --size small --steps 200    then send -9, -STOP or -CONT to a PID it prints
     torchrun --nproc_per_node=8 survive.py                    plain data parallelism: a death ends the job
 
 Left out
-    Overlap, buckets (ddp.py); shards, which would need copies; launchers on several hosts. NCCL among the
+    Overlap and buckets (ddp.py); shards, which would need copies; launchers on several nodes. NCCL among the
     workers: it raises no error for a death. Nor does gloo on macOS: each death costs --timeout there.
+
+    Telling slow from hung. If a worker keeps the others waiting for more than three times --timeout, in a
+    step or while it sends its state to a newcomer, they go on without it. Nobody hurries one that saves, or
+    that alone has the weights: if it hangs, kill it. If all die while one saves, the file is incomplete.
+
+    Security. Whoever can log in to this node can write to the store.
 """
 
 import argparse
@@ -34,10 +45,10 @@ import copy
 import json
 import multiprocessing.connection
 import os
-import re
-import signal
+import socket
 import sys
 import time
+import zlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -51,112 +62,132 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 
 
 class Members:
-    """The workers that take steps together, in epochs, as agreed on through a store that outlives them all.
-    Keys begin with an epoch's number: a worker that hung, was left out, and wakes, disturbs nobody. Without a
-    store nobody votes. config: see parse()."""
+    """The workers that train together, in generations that they agree on through a store that outlives them.
+    Keys begin with the generation's number: a worker that wakes up after being dropped writes to keys that
+    nobody reads any more. Without a store there is one generation, and nobody votes. config: see parse()."""
 
     def __init__(self, config, store=None, worker=0):
         self.config = config
         self.store = store
         self.worker = worker  # its number, for good; its rank may change
-        self.timeout = timedelta(seconds=config.timeout if store else 0)  # 0: none
-        self.members = list(range(config.workers))  # of the epoch, those first that were there first
-        self.epoch = 0
-        self.state = [1]  # the step and what reform() was given, of a newcomer None
+        self.timeout = timedelta(seconds=150 if store else 0)  # until all have started; 0: none
+        self.generation = 0
+        self.members = range(config.workers)  # of this generation, newcomers last
+        self.state = [1]  # the step, and what regroup() was given; None on a newcomer that waits for it
 
     def attempt(self, step, communicate, *arguments):
-        """Whether communicate(*arguments) has ended well on all members."""
-        if self.store is None:
+        """Whether communicate(*arguments) has succeeded on all members."""
+        if not self.store:
             communicate(*arguments)
             return True
-        key = f"{self.epoch}/{step}"
+        key = f"{self.generation}/{step}"
         try:
-            self.store.set(f"{self.epoch}/now", str(step))
-            self.reach(step)
+            self.store.set(f"{self.generation}/now", f"{step}")
+            if f"{self.worker}@{step}" in self.config.kill:
+                os._exit(1)  # as if killed
             communicate(*arguments)
-            votes = self.store.add(f"{key}/votes", 1)
-            self.reach(step, ":vote")
-            if votes == len(self.members):
-                self.store.compare_set(key, "", "committed")  # "": if nothing is decided yet
+            if self.store.add(f"{key}/votes", 1) == len(self.members):
+                self.store.compare_set(key, "", "committed")  # "": unless it is decided already
             self.store.wait([key], self.timeout)
-        except RuntimeError:  # a member is dead, or hangs
-            self.store.compare_set(key, "", "aborted")
-        return self.store.get(key) == b"committed"
+        except RuntimeError as error:  # a member is dead, or hangs
+            self.store.compare_set(key, "", f"worker {self.worker}: {error}")
+        self.decision = self.store.get(key)
+        return self.decision == b"committed"
 
-    def reform(self, step, *parts):
-        """Begin epochs until the members of one are connected."""
-        started, before = time.perf_counter(), self.members
+    def regroup(self, step, *parts):
+        """Begin generations until the members of one are connected."""
+        started = time.perf_counter()
+        self.before = self.members  # of the last generation that has begun
         self.state = [step, *(part.state_dict() for part in parts)]
-        while not (self.agree(step) and self.attempt(0, self.connect)):  # a step before all others
+        while not self.agree():
             if self.worker not in self.members:
-                sys.exit(f"survive.py: worker {self.worker} is out: epoch {self.epoch} began without it")
-        if self.epoch > 1 and dist.get_rank() == 0:
-            took = time.perf_counter() - started
-            print(f"epoch {self.epoch} | {before} -> {self.members} in {took:.2f} s | step {step} again")
+                sys.exit(
+                    f"survive.py: worker {self.worker} is out: generation {self.generation} began without it"
+                )
+        if self.generation > 1 and dist.get_rank() == 0:
+            print(
+                f"generation {self.generation} | {self.before} -> {self.members}"
+                f" in {time.perf_counter() - started:.2f} s | step {step} again"
+            )
 
-    def agree(self, step):
-        """Answer for the next epoch, and propose those who have. Returns whether this worker is a member."""
-        epoch, members, _ = look(self.store)
-        if epoch > self.epoch and self.worker not in members:
-            # It hung, and the others went on. Say so first: on macOS the old group could not be destroyed.
-            self.epoch, self.members = epoch, members
-            return False
-        if dist.is_initialized():
-            dist.destroy_process_group()  # or a member that was waiting for this one would go on waiting
+    def agree(self):
+        """Sign up for the next generation. Returns whether it has begun, with this worker."""
+        self.generation += 1
+        key = f"{self.generation}/members"
+        # Others may wait for this worker in a collective: let them see it leave. But if they have agreed on a
+        # list already, it hung, and they left: on macOS it would now wait for them.
+        if dist.is_initialized() and not self.store.check([key]):
+            dist.destroy_process_group()
         dist.distributed_c10d._world.group_count = 0  # part of a group's name; not so if it failed to form
-        self.epoch += 1
-        self.store.append(f"{self.epoch}/answers", f"{self.worker} ")
-        self.reach(step, ":reform")
-        deadline = time.monotonic() + (2 * self.config.timeout if self.epoch > 1 else 300)
+        self.store.append(f"{self.generation}/answers", f"{self.worker} ")
+        if self.state:  # a newcomer waits for the others' list
+            self.store.compare_set(key, "", str(self.propose()))
+        members = json.loads(self.store.get(key))
+        if self.state and members == self.members:  # nobody has died: somebody is slow
+            self.timeout *= 2
+        else:
+            self.timeout = timedelta(seconds=self.config.timeout)
+        self.members = members
+        return self.worker in members and self.attempt(0, self.connect)  # a step before all others
+
+    def propose(self):
+        """The list of those who have signed up, once all have who live, or after twice the timeout: another
+        member may only just have begun to wait in a collective."""
+        deadline = time.monotonic() + 2 * self.timeout.total_seconds()
         while True:
-            answers = set(map(int, self.store.get(f"{self.epoch}/answers").split()))
-            order = dict.fromkeys([*self.members, *sorted(answers)])  # newcomers last
+            answers = set(map(int, self.store.get(f"{self.generation}/answers").split()))
+            order = dict.fromkeys([*self.members, *answers])  # newcomers last
             dead = {worker for worker in order if self.store.check([f"dead/{worker}"])}
             if answers | dead >= set(self.members) or time.monotonic() > deadline:
-                break
+                return [worker for worker in order if worker in answers - dead]
             time.sleep(0.01)
-        proposal = [worker for worker in order if worker in answers - dead]
-        if self.state:  # a newcomer waits for the others' list
-            self.store.compare_set(f"{self.epoch}/members", "", json.dumps(proposal))
-        self.members = json.loads(self.store.get(f"{self.epoch}/members"))
-        return self.worker in self.members
 
     def connect(self):
-        """Make the epoch's process group, and hand the first member's state to newcomers."""
-        store = dist.PrefixStore(f"{self.epoch}/group", self.store)
+        """Make the generation's process group, and send the first member's state to newcomers."""
         rank = self.members.index(self.worker)
         os.environ["RANK"] = str(rank)  # so that refuse() speaks on the first one
         if len(self.members) < self.config.min_workers:
             refuse(f"--min-workers {self.config.min_workers}: only workers {self.members} are left")
+        if self.timeout.total_seconds() > 99 * self.config.timeout:
+            refuse(f"no worker has died, yet every attempt fails: {self.decision.decode()}")
+        store = dist.PrefixStore(f"{self.generation}/group", self.store)
         dist.init_process_group("gloo", None, self.timeout, len(self.members), rank, store)
-        states = [self.state]
-        dist.broadcast_object_list(states)
-        self.state = self.state or states[0]
+        if not self.state:
+            received = [None]
+            dist.recv_object_list(received, 0)
+            self.state = received[0]
+        elif rank == 0:
+            for newcomer in set(self.members).difference(self.before):
+                dist.send_object_list([self.state], self.members.index(newcomer))
 
     def enter(self, step):
-        """A newcomer's way in, from this step on: answer for the next epoch, then abort the present step."""
+        """A newcomer's way in, from this step on: sign up for the next generation, and abort the first step
+        that is not yet decided."""
         while True:
-            time.sleep(0.001)
+            time.sleep(0.01)
             self.state = None
-            self.epoch, self.members, now = look(self.store)
-            if self.worker in self.members or now >= step:  # in an epoch that did not form, or it is time
-                self.store.append(f"{self.epoch + 1}/answers", f"{self.worker} ")
-                aborted = self.store.compare_set(f"{self.epoch}/{now}", "", "aborted") == b"aborted"
-                if aborted and self.agree(now) and self.attempt(0, self.connect):
-                    return
+            self.generation, self.members, now = look(self.store)
+            if now >= step or self.worker in self.members:  # else a generation without it is about to form
+                self.store.append(f"{self.generation + 1}/answers", f"{self.worker} ")
+                while self.store.compare_set(f"{self.generation}/{now}", "", "a newcomer") == b"committed":
+                    now += 1
+                if self.agree():
+                    return self.store.set(f"able/{self.worker}", "")
 
-    def reach(self, step, phase=""):  # for --kill
-        if self.store and f"{self.worker}@{step}{phase}" in self.config.kill:
-            signal.raise_signal(signal.SIGKILL)
+    def may_save(self):
+        """Whether to save, as the first member alone does. The others wait, in case those before them die."""
+        if self.store:
+            self.store.wait([f"dead/{worker}" for worker in self.members[: dist.get_rank()]])
+        return self.store or dist.get_rank() == 0
 
 
 def look(store):
-    """(the last epoch, its members, the step that they attempt)."""
-    epoch = 0  # which has no members
-    while store.check([f"{epoch + 1}/members"]):
-        epoch += 1
-    members = json.loads(store.get(f"{epoch}/members"))
-    return epoch, members, store.add(f"{epoch}/now", 0)
+    """(the last generation, its members, the step that they attempt)."""
+    generation = 0
+    while store.check([f"{generation + 1}/members"]):
+        generation += 1
+    members = json.loads(store.get(f"{generation}/members")) if generation else []
+    return generation, members, store.add(f"{generation}/now", 0)
 
 
 def flatten_grads(module):  # makes all gradients views of one vector, to which backward then adds
@@ -191,16 +222,19 @@ def train(config, members=None):
     device, text = set_up(config, f" | timeout {config.timeout:g}")
     masters = GPT(config).to(device, DTYPES[config.dtype])
     if config.dtype == "bf16":
-        masters.float()  # what the optimizer steps (arXiv 1910.02054, 3.1)
+        masters.float()  # which the optimizer updates (arXiv 1910.02054, 3.1)
     optimizer = OPTIMIZERS[config.optim](masters.parameters(), lr=config.lr, fused=True)
     step, *states = members.state
     for part, state in zip((masters, optimizer), states):
         part.load_state_dict(state)
+    members.state = states = None  # a newcomer's copy
+    checksum = f"{zlib.crc32(text.numpy())}"
+    if members.store and members.store.compare_set("text", "", checksum) != checksum.encode():
+        sys.exit(f"survive.py: worker {members.worker} is out: --data {config.data} has changed")
     model = copy.deepcopy(masters).bfloat16() if config.dtype == "bf16" else masters
     flat_grad = flatten_grads(model)
     while step <= config.steps:
         started = time.perf_counter()
-        members.reach(step, ":forward")
         flat_grad.zero_()  # what an aborted attempt has left
         loss = backward(config, model, microbatches(config, text, step, device))
         if members.attempt(step, all_reduce, members.timeout, flat_grad, loss):
@@ -208,9 +242,9 @@ def train(config, members=None):
             print_step(config, step, loss, grad_norm, started)
             step += 1
         else:
-            members.reform(step, masters, optimizer)
-    while not members.attempt(step, save, config, model):
-        members.reform(step, masters, optimizer)
+            members.regroup(step, masters, optimizer)
+    if members.may_save() and config.save:
+        save_weights(model.state_dict(), config.save)
 
 
 @torch.no_grad()
@@ -223,59 +257,63 @@ def take_step(model, masters, optimizer, max_norm):  # returns the gradient's no
     return grad_norm
 
 
-def save(config, model):
-    if config.save and dist.get_rank() == 0:
-        save_weights(model.state_dict(), config.save)
-
-
 def work(config, worker, port):  # in a process of its own
     os.environ |= {"LOCAL_RANK": str(worker), "WORLD_SIZE": str(config.workers)}
     try:
-        members = Members(config, dist.TCPStore("localhost", port), worker)
+        store = dist.TCPStore("127.0.0.1", port)
+        store.set_timeout(timedelta(days=1000))
+        members = Members(config, store, worker)
         if worker < config.workers:
-            members.reform(1)
+            members.regroup(1)
         else:
             members.enter(config.join[worker - config.workers])
+            os.environ["RANK"] = "0"  # let refuse() speak: what is refused now is this newcomer's alone
         train(config, members)
+        store.set("saved", "")
     except dist.DistNetworkError:
-        sys.exit(f"survive.py: worker {worker} ends, as the launcher is gone")
+        sys.exit(f"survive.py: worker {worker} ends, as it has lost the launcher's store")
 
 
 def launch(config):
-    """Start the workers, hold their store, and tell it of deaths. Returns the exit code."""
-    os.environ |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"}
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    store.set("0/members", "[]")
+    """Start the workers, host their store, and tell it of deaths. Ends with the job's exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    server = socket.create_server(("127.0.0.1", 0))  # a TCPStore's own would listen on all interfaces
+    store = dist.TCPStore(
+        *server.getsockname(), is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+    )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])  # or each would take seconds
     running = {}  # {what tells of its end: (worker, process)}
-    for worker in reversed(range(config.workers + len(config.join))):  # newcomers first, to be there in time
-        process = context.Process(target=work, args=(config, worker, store.port), daemon=True)
-        process.start()
-        running[process.sentinel] = worker, process
-        print(f"survive | worker {worker} is process {process.pid}", flush=True)
     try:
+        for worker in reversed(config.everyone):  # newcomers first, to be there in time
+            process = context.Process(target=work, args=(config, worker, store.port))
+            process.start()
+            running[process.sentinel] = worker, process
+            print(f"survive | worker {worker} is process {process.pid}", flush=True)
         while True:
             for sentinel in multiprocessing.connection.wait(list(running)):
                 worker, process = running.pop(sentinel)
-                if process.exitcode in (0, 2):  # the job has ended well, or was refused: see refuse()
-                    return process.exitcode
-                members = bury(store, worker)
-                if not any(worker in (members or [worker]) for worker, _ in running.values()):
-                    sys.exit("survive.py: nobody who has the weights is left")
+                judge(config, store, worker, process.exitcode, [other for other, _ in running.values()])
     finally:
         for _, process in running.values():
-            process.join(1)
-            process.kill()  # if it hangs
+            process.kill()
 
 
-def bury(store, worker):
-    """Let nobody wait any longer for a dead worker's answer or vote. Returns the epoch's members."""
+def judge(config, store, worker, code, others):
+    """When a worker has ended, end the job, or let nobody wait any longer for its answer or its vote."""
+    if store.check(["saved"]):
+        sys.exit(0)
+    if code == 2 and worker < config.workers:  # refused: see refuse()
+        sys.exit(code)
     store.set(f"dead/{worker}", "")
-    epoch, members, step = look(store)
+    generation, members, step = look(store)
     if worker in members:
-        store.compare_set(f"{epoch}/{step}", "", "aborted")
-    return members
+        store.compare_set(f"{generation}/{step}", "", f"worker {worker} has ended")
+    first = range(config.workers)
+    able = [other for other in members or first if other in first or store.check([f"able/{other}"])]
+    if set(able).isdisjoint(others):
+        sys.exit("survive.py: nobody who has the weights is left")
 
 
 def parse(arguments=None):
@@ -283,14 +321,16 @@ def parse(arguments=None):
     own.add_argument("--workers", type=int, default=0, help="to start, without torchrun")
     own.add_argument("--min-workers", type=int, default=1, help="with fewer the job ends")
     own.add_argument("--timeout", type=float, default=10, help="seconds to wait for a worker that hangs")
-    own.add_argument("--kill", nargs="*", default=[], help="R@S[:PHASE]: worker R dies at step S")
+    own.add_argument("--kill", nargs="*", default=[], help="R@S: worker R dies in step S")
     own.add_argument("--join", nargs="*", default=[], type=int, help="steps at which newcomers enter")
     config = read_flags(arguments, own, workers=(0, 64))
-    if (config.kill or config.join) and not config.workers:
-        refuse("--kill, --join: only with --workers, which are to die or to be joined")
+    steps = range(1, config.steps + 1) if config.workers else ()
+    if any(step not in steps for step in config.join):
+        refuse(f"--join: must be steps from 1 to {config.steps}, and needs --workers")
+    config.everyone = range(config.workers + len(config.join))
     for kill in config.kill:
-        if not re.fullmatch(r"\d+@\d+(:forward|:vote|:reform)?", kill):
-            refuse(f"--kill {kill}: must be R@S (in the all-reduce), R@S:forward, R@S:vote or R@S:reform")
+        if kill not in (f"{worker}@{step}" for worker in config.everyone for step in steps):
+            refuse(f"--kill {kill}: must be R@S, a worker and a step that there are, and needs --workers")
     return config
 
 
@@ -430,6 +470,6 @@ def save_weights(state_dict, path):  # at the end, on rank 0
 if __name__ == "__main__":
     config = parse()
     if config.workers and "RANK" not in os.environ:
-        sys.exit(launch(config))
+        launch(config)
     train(config)
     dist.destroy_process_group()

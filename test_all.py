@@ -66,6 +66,7 @@ AHEAD = ("--prefetch 0", "--prefetch 7", "--no-reshard")
 AS_DDP = "--optim sgd --clip inf"
 EXACT_CHOICE = "--dtype fp64"  # of experts: in fp32 two scores may be equal up to rounding
 BAD_SPLITS = ("--heads 9", "--context 15")
+NOBODY = ("--kill 1", "--kill 2@3", "--kill 1@0", "--kill 1@21", "--join 0", "--join -3", "--join 21")
 BAD_RINGS = ("--cp 3", "--context 15", "--order zigzag --kind ulysses")
 
 LESSONS = [
@@ -93,7 +94,7 @@ LESSONS = [
     Lesson("checkpointing", worlds=(1, 2), variants=("--policy none", "--policy selective")),
     Lesson("zero_r", variants=("--policy offload",)),
     Lesson("resume"),
-    Lesson("survive", bad_flags=("--kill 1@3", "--join 4", "--kill 1 --workers 2")),
+    Lesson("survive", bad_flags=("--kill 1@3", "--join 4", *(f"{flags} --workers 2" for flags in NOBODY))),
 ]
 OWN_RUN = ("expert_parallel", "muon")  # which train another model, or with another optimizer
 NAMES = [lesson.name for lesson in LESSONS]

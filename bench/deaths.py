@@ -50,7 +50,7 @@ def time_to_go_on(name, flags):
         if name == "survive":
             job = begin([sys.executable, "survive.py", "--workers", 4, "--steps", 100000], flags)
             pid = int(wait_for(job, r".* worker 2 is process (\d+)")[1])
-            again = "epoch 2"
+            again = "generation 2"
         else:
             saves = ["--checkpoint", folder, "--every", 1, "--steps", 100000]
             job = begin([*TORCHRUN, "--nproc_per_node=4", "--max-restarts=1", "resume.py", *saves], flags)

@@ -1,45 +1,76 @@
 """survive.py: whoever dies and when, the weights are single.py's; and its votes, in every order of events."""
 
+import copy
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import FORK, ROOT, TEXT, apart, holds, load, mutants, train
+from tests.harness import FORK, ROOT, TEXT, apart, holds, load, mutants, on_ranks, said, train
 
 SHAPE = f"--layers 2 --heads 2 --width 16 --context 8 --batch 60 --dtype fp64 --lr 0.01 --data {TEXT}"
+# Where a worker may die, besides the place of --kill: before this line, of which step.
+PLACES = {
+    ":vote": ('            if self.store.add(f"{key}/votes", 1)', "{step}"),
+    ":decide": ('                self.store.compare_set(key, "", "committed")', "{step}"),
+    ":answer": ("        if self.state:  # a newcomer", "{self.state and self.state[0]}"),
+    ":connect": ("        if not self.state:", "{self.state and self.state[0]}"),
+}
 
 
-def check_orders(name, deaths=1):
-    """All orders of events, and a sample of those with members that are late as well, or new."""
+@contextmanager
+def limit(seconds):
+    """Fail if this takes longer."""
+
+    def fail(*_):
+        raise AssertionError(f"hangs: has not ended after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_orders(name, deaths=1, cases=4):
+    """All orders of events in some cases, and a sample in others."""
     path = str((ROOT / name).with_suffix(".py"))
     orders = load("tools/orders")
-    orders.try_every_order(path, deaths)
-    orders.try_delays(path)
+    orders.try_every_order(path, deaths, orders.CASES[:cases])
+    orders.try_walks(path, 400)
 
 
-def launched(name, flags, signals=(), code=0):
-    """Launch a job, send signals, (kind, worker, when), and hold that it ends, with single.py's weights."""
-    _, weights = train("single", 1, SHAPE)
-    survive, pids, stores = load(name), {}, []
-    survive.print = lambda line, **_: pids.update([map(int, re.findall(r"\d+", line))])
-    survive.dist = mock.Mock(wraps=dist, DistNetworkError=dist.DistNetworkError)
-    survive.dist.TCPStore = lambda *args, **options: (
-        stores.append(dist.TCPStore(*args, **options)) or stores[0]
-    )
+def launched(name, flags, signals=(), code=0, edits=None, timeout=None):
+    """Launch a job, send signals, (kind, worker, when), and check that it ends, with single.py's weights.
+    edits: {a line of the lesson: what this job has in its place}. timeout: if it is less than 1."""
+    asked = f"{SHAPE} {flags}"
+    steps = re.search(r"--steps \d+", asked)
+    _, weights = train("single", 1, f"{SHAPE} {steps[0] if steps else ''}".strip())
+    pids, stores = {}, []
+
+    def host(*args, **options):
+        stores.append(dist.TCPStore(*args, **options))
+        with suppress(OSError):  # 127.0.0.2 is another of this host's addresses
+            socket.create_connection(("127.0.0.2", stores[0].port), 5).close()
+            raise AssertionError("other hosts can reach the store")
+        return stores[0]
 
     def send(kind, worker):
         while kind == signal.SIGSTOP and not (stores and stores[0].check(["1/now"])):
@@ -47,17 +78,55 @@ def launched(name, flags, signals=(), code=0):
         with suppress(ProcessLookupError, KeyError):
             os.kill(pids[worker], kind)
 
-    with TemporaryDirectory() as folder, mock.patch.dict(sys.modules, survive=survive):
-        with mock.patch.object(sys, "path", [str(Path(survive.__file__).parent), *sys.path]):
-            for kind, worker, when in signals:
-                threading.Timer(when, send, (kind, worker)).start()
-            ended = survive.launch(survive.parse(f"{SHAPE} --save {folder}/w {flags}".split()))
+    with TemporaryDirectory() as folder, limit(60):
+        survive = load(edited(name, folder, edits))
+        survive.print = lambda line, **_: pids.update([map(int, re.findall(r"\d+", line))])
+        survive.dist = mock.Mock(wraps=dist, DistNetworkError=dist.DistNetworkError, TCPStore=host)
+        timers = [threading.Timer(when, send, (kind, worker)) for kind, worker, when in signals]
+        # Nobody hurries a worker that saves: one that was stopped then goes on.
+        timers += [threading.Timer(8, send, (signal.SIGCONT, worker)) for _, worker, _ in signals]
+        search = [folder, *sys.path]
+        with mock.patch.dict(sys.modules, survive=survive), mock.patch.object(sys, "path", search):
+            for timer in timers:
+                timer.start()
+            config = survive.parse(f"{asked} --save {folder}/w".split())
+            config.timeout = timeout or config.timeout
+            *_, ended = said(lambda: survive.launch(config))
+            for timer in timers:
+                timer.cancel()
         assert ended == code, f"exit code {ended}"
-        deadline = time.monotonic() + 20  # a busy system takes a while to end them
-        while any(map(is_alive, pids.values())):
-            assert time.monotonic() < deadline, "a process is left"
+        while any(map(is_alive, pids.values())):  # a busy system takes a while to end them
             time.sleep(0.01)
-        assert code or apart(torch.load(f"{folder}/w"), weights) < 1e-10, "weights differ"
+        assert code or weights_differ(f"{folder}/w", weights) < 1e-10, "weights differ"
+        return Path(folder, "log").read_text() if Path(folder, "log").exists() else ""
+
+
+def edited(name, folder, edits):
+    """The path of a copy of a lesson or mutant, named survive.py, that has these edits."""
+    source = (ROOT / name).with_suffix(".py").read_text()
+    for old, new in (edits or {}).items():
+        assert source.count(old) == 1, f"{source.count(old)} times: {old}"
+        source = source.replace(old, new.replace("FOLDER", repr(folder)))
+    Path(folder, "survive.py").write_text(source)
+    return f"{folder}/survive.py"
+
+
+def weights_differ(path, weights):
+    try:
+        return apart(torch.load(path), weights)
+    except Exception as error:
+        raise AssertionError(f"weights differ: {error}") from None
+
+
+def deadly(kills):
+    """Edits by which workers die, as by --kill, at other places: {"0@5:vote", ...}."""
+    found = {}
+    for place, (line, step) in PLACES.items():
+        if those := {kill.removesuffix(place) for kill in kills if kill.endswith(place)}:
+            indent = line[: len(line) - len(line.lstrip())]
+            death = f'{indent}f"{{self.worker}}@{step}" in {those} and os.kill(os.getpid(), 9)\n'
+            found[line] = death + line
+    return found
 
 
 def is_alive(pid):
@@ -68,27 +137,32 @@ def is_alive(pid):
     return True
 
 
+def members_of(name, store=None, worker=0, **options):
+    """A lesson, and Members of it, without processes."""
+    options = {"workers": 2, "timeout": 0.1, "min_workers": 1, "kill": (), "steps": 20} | options
+    lesson = load(name)
+    return lesson, lesson.Members(SimpleNamespace(**options), store or dist.HashStore(), worker)
+
+
 def name_after_a_failure(name):
-    members = load(name).Members(mock.Mock(workers=2, timeout=0.5, min_workers=1, kill=()), dist.HashStore())
-    members.store.set("0/members", "[]")
+    _, members = members_of(name, timeout=0.5)
     members.store.append("1/answers", "1 ")  # of a worker that never connects
-    members.reform(1)
+    members.regroup(1)
     return dist.group.WORLD.group_name
 
 
 def check_name(name):
     """A group that did not form leaves nothing behind: all members, new ones too, name the next one alike."""
-    with FORK.Pool(1) as pool:
+    with FORK.Pool(1) as pool, limit(60):
         assert pool.apply(name_after_a_failure, [name]) == "0", "another name"
 
 
 def check_out(name):
     """A worker that was out before it woke says so, though nobody tells it, as on macOS, that others left."""
-    lesson, store = load(name), dist.HashStore()
-    for key, value in {"0/members": "[]", "1/members": "[0, 1]", "2/members": "[0]"}.items():
-        store.set(key, value)
-    members = lesson.Members(mock.Mock(workers=2, timeout=0.1, min_workers=1, kill=()), store, 1)
-    members.epoch = 1
+    lesson, members = members_of(name, worker=1)
+    members.generation, members.members, members.timeout = 1, [0, 1], timedelta(seconds=0.1)
+    for key, value in {"1/members": "[0, 1]", "2/members": "[0]", "2/answers": "0 "}.items():
+        members.store.set(key, value)
 
     def wait(timeout=timedelta(0)):
         assert timeout == timedelta(seconds=0.1), "waits for ever for a worker that has gone on"
@@ -96,17 +170,173 @@ def check_out(name):
 
     work, destroy = mock.Mock(wait=wait), mock.Mock(side_effect=AssertionError("waits for the old group"))
     instead = {"all_reduce": lambda *_, **__: work, "is_initialized": lambda: True}
-    with mock.patch.multiple(lesson.dist, destroy_process_group=destroy, **instead):
+    with mock.patch.multiple(lesson.dist, destroy_process_group=destroy, **instead), limit(20):
         assert not members.attempt(3, lesson.all_reduce, members.timeout, torch.ones(1))
-        with pytest.raises(SystemExit, match="worker 1 is out: epoch 2 began without it"):
-            members.reform(3)
+        with pytest.raises(SystemExit, match="worker 1 is out: generation 2 began without it"):
+            members.regroup(3)
+
+
+@contextmanager
+def pretended(lesson, **instead):
+    """Members of one worker without a process group, and with a clock that goes on when they sleep."""
+    clock = SimpleNamespace(now=0, perf_counter=float)
+    clock.monotonic = lambda: clock.now
+
+    def sleep(seconds):
+        clock.now += seconds
+        assert clock.now < 100, "waits for ever"
+
+    clock.sleep = sleep
+    group = {"init_process_group": mock.Mock(), "get_rank": lambda: 0, "is_initialized": lambda: False}
+    group |= {"send_object_list": mock.Mock(), "PrefixStore": mock.Mock()} | instead
+    group, time = mock.patch.multiple(lesson.dist, **group), mock.patch.object(lesson, "time", clock)
+    with group, time, mock.patch.dict(os.environ), limit(20):
+        yield clock
+
+
+def check_timeouts(name):
+    """Whoever waits for a worker that hangs waits for --timeout, and twice that for its answer. If the same
+    members fail again, they wait longer."""
+    lesson, members = members_of(name, mock.Mock(wraps=dist.HashStore()), workers=1)
+    with pretended(lesson) as clock:
+        members.regroup(1)
+        assert members.attempt(1, lambda: None)
+        limits = [call.args[2] for call in lesson.dist.init_process_group.mock_calls]
+        limits += [call.args[1] for call in members.store.wait.mock_calls]
+        assert set(limits) == {timedelta(seconds=0.1)}, f"waits for {max(limits)}"
+        members.members, members.generation = [0, 1], 2
+        members.store.set("2/answers", "0 ")
+        assert members.propose() == [0] and clock.now < 0.3, "waits longer for an answer"
+        for seconds in 0.1, 0.2, 0.4:
+            members.regroup(1)
+            assert members.timeout == timedelta(seconds=seconds), f"a slow worker has {members.timeout}"
+
+
+def check_state(name):
+    """The state is sent to newcomers, and only when there are some."""
+    lesson, members = members_of(name, workers=1)
+    with pretended(lesson):
+        for step in 1, 2:
+            members.regroup(step)
+        assert not lesson.dist.send_object_list.called, "the state is sent to members who have it"
+        members.store.append("3/answers", "1 ")
+        members.store.set("3/0/votes", "1")  # the newcomer's
+        members.regroup(3)
+        assert lesson.dist.send_object_list.mock_calls == [mock.call([[3]], 1)], "a newcomer gets no state"
+
+
+def check_error(name):
+    """What fails though nobody dies is no death: the job ends, and says why."""
+    lesson, members = members_of(name, workers=1)
+    fail = mock.Mock(side_effect=RuntimeError("no device eth9"))
+    with pretended(lesson, init_process_group=fail):
+        _, errors, code = said(lambda: members.regroup(1))
+    assert code == 2 and "no device eth9" in errors[0], f"exit code {code}: {errors}"
+    assert fail.call_count < 10, f"fails {fail.call_count} times"
+
+
+def check_newcomer(name):
+    """A newcomer that waits asks for news a hundred times a second at most."""
+    lesson, members = members_of(name, worker=2)
+    lesson.time = SimpleNamespace(sleep=mock.Mock(side_effect=InterruptedError))
+    with suppress(InterruptedError):
+        members.enter(5)
+    assert lesson.time.sleep.call_args.args[0] >= 0.01, "a newcomer polls too often"
+
+
+@on_ranks(1)
+def check_bf16(name):
+    """A newcomer goes on from the weights that it was sent, in bf16, too."""
+    lesson, losses, states = load(name), [], []
+    config = lesson.parse(f"{SHAPE} --dtype bf16 --steps 6".split())
+    lesson.print_step = lambda config, step, loss, norm, started: losses.append(loss.item())
+    members = lesson.Members(config)
+    # At step 4, as if a member had died: the state is what a newcomer would be sent.
+
+    def attempt(step, communicate, *arguments):
+        communicate(*arguments)
+        return step != 4 or bool(states)
+
+    def regroup(step, *parts):
+        states.extend(copy.deepcopy([step, *(part.state_dict() for part in parts)]))
+
+    members.attempt, members.regroup = attempt, regroup
+    lesson.train(config, members)
+    members = lesson.Members(config)
+    members.state = states
+    lesson.train(config, members)
+    assert apart(losses[6:], losses[3:6]) < 1e-6, "a newcomer computes with other weights"
+
+
+BACKWARD = "        loss = backward("
+
+
+def before(condition, line):
+    """Edits by which a worker does this before it computes a step."""
+    return {BACKWARD: f"        if {condition}:\n            {line}\n{BACKWARD}"}
+
+
+# In step 3, worker 0 waits for a newcomer to sign up: however fast steps are, that one is there in time.
+SIGNED = 'members.store.check(["2/answers"])'
+WAIT_FOR_NEWCOMER = before("step == 3 and members.generation == 1", f"while not {SIGNED}: time.sleep(0.01)")
 
 
 def check_runs(name):
-    launched(name, "--workers 4 --kill 1@3 0@5:vote 3@3:reform --join 8 --timeout 1")
-    launched(name, "--workers 5 --kill 2@2:forward 1@2:forward 0@9 --accum 3 --timeout 3")
-    launched(name, "--workers 1 --join 18 2 --kill 0@17 --timeout 2")
-    launched(name, "--workers 3 --kill 2@2 --min-workers 3", code=2)
+    launched(name, "--workers 4 --kill 1@3 --join 8 --timeout 1", edits=deadly({"0@5:vote", "3@3:answer"}))
+    launched(name, "--workers 5 --kill 2@2 1@2 0@9 --accum 3 --timeout 3")
+    launched(name, "--workers 1 --join 18 2 --kill 0@17 --timeout 2", edits=WAIT_FOR_NEWCOMER)
+
+
+def check_min_workers(name):
+    launched(name, "--workers 4 --kill 1@2 3@4 --min-workers 3", code=2)
+
+
+def check_slow(name):
+    """A step for which some must wait for one to three timeouts succeeds, once these have doubled."""
+    edits = before("members.worker == 1", "time.sleep(1.6)")
+    launched(name, "--workers 3 --steps 1 --timeout 1", edits=edits)
+
+
+SAVE = "        torch.save(state_dict, path)"
+LOG = '        open(FOLDER + "/log", "a").write("saved ")\n'
+
+
+def check_slow_save(name):
+    """Saving may take longer than three timeouts: nobody else begins to save."""
+    edits = {SAVE: f"{LOG}        time.sleep(1.5)\n{SAVE}"}
+    log = launched(name, "--workers 3 --steps 2", edits=edits, timeout=0.4)
+    assert log == "saved ", f"saved: {log.count('saved')} times"
+
+
+def check_death_in_save(name):
+    """If the one that saves dies, the next one saves."""
+    edits = {SAVE: '        dist.get_rank() or (open(path, "wb").write(b"x"), os._exit(1))\n' + SAVE}
+    launched(name, "--workers 3 --steps 2", edits=edits)
+
+
+TRAIN = "        train(config, members)\n"
+ALONE = "survive.py: nobody who has the weights is left"
+
+
+def check_refused(name):
+    """A newcomer that is refused, or has another text, is out, and the others go on."""
+    for data in "/nowhere", "README.md":
+        other = f"        members.worker < config.workers or vars(config).update(data='{data}')\n"
+        edits = {TRAIN: other + TRAIN}
+        launched(name, "--workers 2 --join 2 --timeout 2", edits=edits | WAIT_FOR_NEWCOMER)
+
+
+def check_early_end(name):
+    """A worker that ends too early, even with exit code 0, ends alone."""
+    edits = before("step == 2 and members.worker == 1", "os._exit(0)")
+    launched(name, "--workers 3 --steps 4 --timeout 2", edits=edits)
+
+
+def check_nobody(name):
+    """If nobody is left that has the weights, the job ends, though newcomers wait."""
+    launched(name, "--workers 1 --join 5 --kill 0@1", code=ALONE)
+    deaths = deadly({f"0@{step}:connect" for step in range(2, 21)})  # before it has sent its state
+    launched(name, "--workers 1 --join 2", code=ALONE, edits=deaths | WAIT_FOR_NEWCOMER)
 
 
 FUZZ = os.environ.get("FUZZ", "").split()  # of ./run.sh fuzz
@@ -124,25 +354,31 @@ def test_random_deaths_leave_single_pys_weights(seed):
         victims = draw.sample(range(workers), draw.randint(1, workers - 1))
         deaths += len(victims)
         joins = [str(draw.randint(2, 19)) for _ in range(draw.choice((0, 0, 1, 2)))]
-        flags, signals = ["--join", *joins, "--kill"], []
+        kills, signals = [], []
         for worker in victims:
             if draw.random() < 0.5:
-                step, where = draw.randint(1, 20), draw.choice(("", ":forward", ":vote", ":reform"))
-                flags.append(f"{worker}@{step}{where}")
+                kills.append(f"{worker}@{draw.randint(1, 20)}{draw.choice(('', *PLACES))}")
             else:
                 signals.append((draw.choice(kinds), worker, draw.uniform(0.02, 0.4)))
-        flags = f"--workers {workers} --timeout 1 {' '.join(flags)}"
+        own = " ".join(kill for kill in kills if ":" not in kill)
+        flags = f"--workers {workers} --timeout 1 --join {' '.join(joins)} --kill {own}"
         try:
-            launched("survive", flags, signals)
+            launched("survive", flags, signals, edits=deadly(kills))
         except Exception as error:
-            pytest.fail(f"seed {seed}, {deaths} deaths: survive.py {flags}, {signals}: {error}")
+            pytest.fail(f"seed {seed}, {deaths} deaths: survive.py {flags}, {kills}, {signals}: {error}")
 
 
-def begin(flags):
+@contextmanager
+def begun(flags, seconds=60):
+    """A job that takes steps: (its process, {worker: its process's number})."""
     command = [sys.executable, str(ROOT / "survive.py"), *SHAPE.split(), *flags.split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    pids = re.findall(r"worker (\d+) is process (\d+)", read_to("step  *1/", process))
-    return process, {int(worker): int(pid) for worker, pid in pids}
+    try:
+        with limit(seconds):
+            pids = re.findall(r"worker (\d+) is process (\d+)", read_to("step  *1/", process))
+            yield process, {int(worker): int(pid) for worker, pid in pids}
+    finally:
+        process.kill()
 
 
 def read_to(pattern, process):
@@ -156,47 +392,76 @@ def read_to(pattern, process):
 
 def test_one_that_hangs_is_out_and_when_it_wakes_it_disturbs_nobody(tmp_path):
     slow = "--steps 150 --lr 1e-4"  # with 0.01 rounding alone grows to 5e-8 in 150 steps
-    process, pids = begin(f"--workers 3 --timeout 1 {slow} --save {tmp_path}/w")
-    os.kill(pids[1], signal.SIGSTOP)
-    read_to(r"epoch 2 \| \[0, 1, 2\] -> \[0, 2\] in .* again", process)
-    os.kill(pids[1], signal.SIGCONT)
-    told, _ = process.communicate(timeout=100)
-    told = told.partition("worker 1 is out: epoch 2 began without it")[2]
-    assert "step 150/150" in told and "epoch 3" not in told
+    with begun(f"--workers 3 --timeout 1 {slow} --save {tmp_path}/w", 200) as (process, pids):
+        os.kill(pids[1], signal.SIGSTOP)
+        read_to(r"generation 2 \| \[0, 1, 2\] -> \[0, 2\] in .* again", process)
+        os.kill(pids[1], signal.SIGCONT)
+        told, _ = process.communicate()
+    told = told.partition("worker 1 is out: generation 2 began without it")[2]
+    assert "step 150/150" in told and "generation 3" not in told
     _, weights = train("single", 1, f"{SHAPE} {slow}")
     assert process.returncode == 0 and apart(torch.load(tmp_path / "w"), weights) < 1e-9
 
 
 def test_workers_end_with_their_launcher():
-    process, _ = begin("--workers 3 --steps 100000")
-    process.kill()
-    told, _ = process.communicate(timeout=10)  # until the pipe is closed: no process is left that could write
-    assert "the launcher is gone" in told
+    with begun("--workers 3 --steps 100000") as (process, _):
+        process.kill()
+        told, _ = process.communicate()  # until the pipe is closed: no process is left that could write
+    assert "it has lost the launcher's store" in told
 
 
-@pytest.mark.skipif(not FUZZ, reason="20 s, of ./run.sh fuzz")
-def test_two_deaths_at_any_moment_leave_no_member_behind():
-    check_orders("survive", deaths=2)
+@pytest.mark.skipif(not FUZZ, reason="minutes, of ./run.sh fuzz")
+def test_two_deaths_and_two_delays_at_any_moment_leave_no_member_behind():
+    orders = load("tools/orders")
+    orders.try_every_order("survive.py", cases=orders.CASES + orders.LONG)
+    orders.try_walks("survive.py", 20_000)
 
 
-test_each_promise_is_kept = holds("survive", check_orders, check_name, check_out, check_runs)
-ABORT = '            self.store.compare_set(key, "", "aborted")\n'
+CHECKS = [check_orders, check_name, check_out, check_timeouts, check_state, check_error, check_newcomer]
+CHECKS += [check_bf16, check_runs, check_min_workers, check_slow, check_slow_save, check_death_in_save]
+CHECKS += [check_refused, check_early_end, check_nobody]
+test_each_promise_is_kept = holds("survive", *CHECKS)
+ABORT = '            self.store.compare_set(key, "", f"worker {self.worker}: {error}")\n'
+DEAD = '        store.compare_set(f"{generation}/{step}", "", f"worker {worker} has ended")'
+WAIT = 'self.store.wait([f"dead/{worker}" for worker in self.members[: dist.get_rank()]])'
+ABLE = ' if other in first or store.check([f"able/{other}"])'
 MUTANTS = [
     ("if answers | dead >= set(self.members)", "if answers", check_orders, "a living member is left"),
     ("[worker for worker in order", "[worker for worker in sorted(order)", check_orders, "no state"),
-    (ABORT, ABORT.replace("compare_set(key, \"\", ", "set(key, "), check_orders, "for ever"),
-    (ABORT, f"{ABORT}            return False\n", check_orders, "for ever"),
-    ('key = f"{self.epoch}/{step}"', 'key = f"{step}"', check_orders, "without end"),
-    ("if votes == len(self.members)", "if votes > 1", check_orders, "not all have computed"),
-    ('        store.compare_set(f"{epoch}/{step}", "", "aborted")', "        pass", check_orders, "for ever"),
-    ("flat_grad.zero_()", "step == members.state[0] > 1 or flat_grad.zero_()", check_runs, "weights differ"),
+    (ABORT, ABORT.replace("compare_set(key, \"\", ", "set(key, "), check_orders, "counts twice"),
+    (ABORT, f"{ABORT}            return False\n", check_orders, "counts twice"),
+    ('key = f"{self.generation}/{step}"', 'key = f"{step}"', check_orders, "for ever"),
+    ("1) == len(self.members)", "1) > 1", check_orders, "for ever"),
+    (DEAD, "        pass", check_orders, "for ever"),
+    ("if self.state:  # a newcomer", "if True:  # a newcomer", check_orders, "no state"),
+    ("            self.state = None\n", "", check_orders, "no attribute 'before'"),
+    (ABLE, "", check_orders, "for ever"),
+    ("for other in members or first if", "for other in members if", check_orders, "the job ends too early"),
+    (WAIT, "self.store.wait([])", check_orders, "two members save"),
+    ("return self.store or dist", "return dist", check_death_in_save, "weights differ"),
+    ("flat_grad.zero_()", "members.state or flat_grad.zero_()", check_runs, "weights differ"),
     ("else:\n            members.r", "else:\n            optimizer.step()\n            members.r",
      check_runs, "weights differ"),
     ("* len(inputs) / config.batch", "/ dist.get_world_size() / config.accum", check_runs, "weights differ"),
     ("zip((masters, optimizer), states)", "zip((masters,), states)", check_runs, "weights differ"),
+    ("copy.deepcopy(masters)", "GPT(config)", check_bf16, "other weights"),
     ("async_op=True).wait(timeout)", "async_op=True).wait()", check_out, "waits for ever"),
-    ("if epoch > self.epoch and self.worker not in members:", "if False:", check_out, "waits for the old"),
+    (" and not self.store.check([key]):", ":", check_out, "waits for the old"),
     ("_world.group_count = 0", "_world.group_count", check_name, "another name"),
-    ("len(self.members) < self.config.min_workers", "False", check_runs, "exit code 0"),
+    ("< self.config.min_workers", "< self.config.min_workers * (self.generation < 3)",
+     check_min_workers, "exit code 0"),
+    ("timedelta(seconds=self.config.timeout)", "timedelta(seconds=self.config.timeout + 6)",
+     check_timeouts, "waits for 0:00:06"),
+    ("+ 2 * self.timeout.total_seconds()", "+ 60", check_timeouts, "waits longer"),
+    ("wait([key], self.timeout)", "wait([key], 2 * self.timeout)", check_timeouts, "waits for 0:00:00.2"),
+    ("or time.monotonic() > deadline", "", check_timeouts, "for ever"),
+    ("self.timeout *= 2", "pass", check_timeouts, "a slow worker has 0:00:00.1"),
+    ("total_seconds() > 99 *", "total_seconds() > 9e9 *", check_error, "fails 34 times"),
+    ("set(self.members).difference(self.before)", "self.members", check_state, "members who have it"),
+    ("time.sleep(0.01)\n            self", "time.sleep(1e-3)\n            self", check_newcomer, "too often"),
+    ("code == 2 and worker < config.workers", "code == 2", check_refused, "exit code 2"),
+    ("!= checksum.encode()", "== 0", check_refused, "weights differ"),
+    ('if store.check(["saved"]):', "if code == 0:", check_early_end, "weights differ"),
+    ('("127.0.0.1", 0)', '("0.0.0.0", 0)', check_early_end, "other hosts"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "survive")
