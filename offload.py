@@ -40,8 +40,8 @@ Run
 
 Left out
     Updates that are delayed by a step (section 5.2 of the first paper), disks.
-    Errors: a parameter that is frozen, not used, or in two units; a unit that returns anything but one tensor;
-    a module without parameters outside units. If a unit has several dtypes, all becomes the widest one.
+    Errors: a parameter that is frozen, not used, or in two units; a unit that returns anything but one
+    tensor; a module without parameters outside units. If a unit has several dtypes, it gets the widest one.
     Buffers, such as BatchNorm's statistics, are neither averaged nor moved to the device.
     All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
     Not noticed: an optimizer that is not elementwise, such as Shampoo; loading, moving or casting the module

@@ -39,7 +39,7 @@ FLAGS = {
 }  # fmt: skip
 OWN = {
     "collectives": {"--megabytes": ("0.1 1", "-1 nan x")},
-    "dp_async": {"--staleness": ("0 3", "-1 17 x"), "--slow": ("0=1 0=2.5", "9=4 1 0=0.5 0=x x=2 0=nan")},
+    "dp_async": {"--staleness": ("0 3", "-1 17 x"), "--slow": ("1 2.5", "0=4 0.5 x nan inf")},
     "ddp": {"--bucket-cap-mb": ("0 0.02 1", "-1 nan x")}, "zero3": {"--prefetch": ("0 1 7", "-1 8 x")},
     "hsdp": {"--shard": ("1 2", "0 -1 5 x"), "--prefetch": ("0 1 7", "-1 8 x")},
     "diloco": {"--inner-steps": ("1", NO_INT), "--outer-lr": ("1", "nan -1 x"),
