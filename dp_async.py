@@ -1,38 +1,49 @@
 """Asynchronous data parallelism: a parameter server, and workers that need not wait for one another.
 
 Idea
-    Workers pull weights, compute a gradient of a share of a batch, push it, and begin again. asp: each push
-    is an update, stale if others came since the pull (Dean et al., NIPS 2012, 4.1). ssp: nobody begins a task
-    over S (--staleness) pushes ahead of the slowest (Ho et al., NIPS 2013, 2). bsp: N pushes are one update.
+    A server has the weights. Each of N workers pulls a copy of them, computes the gradient of its share of a
+    batch, pushes it to the server, and begins again. Who waits for whom is a choice (--mode):
+
+    bsp (bulk synchronous parallel): all wait for all. The mean of N pushes, one of each worker, makes one
+    update, as in ddp.py. One slow worker makes all of them slow.
+    asp (asynchronous): nobody waits. Each push makes an update of its own. If others came since its pull, it
+    is stale: it is the gradient of older weights than those that it updates (Dean et al., NIPS 2012, 4.1).
+    ssp (stale synchronous): a worker may be ahead of the slowest by S pushes (--staleness), but begins no
+    task if it is further ahead. So no push is too stale (Ho et al., NIPS 2013, section 2).
+
+    Here all are threads of one process, and the N pushes of a step's N shares need not come in order.
 
 Timeline (asp)
     the server | pulls                       | update | pull                 | update |      | update |
     worker 0   | pull | forward and backward | push   | pull | forward and backward | push |
     worker 1   | pull | forward and backward, but more slowly                       | push   | pull ...
 
-Memory (bytes; N workers; w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
+Memory (bytes; P parameters of w bytes each: w = 4 in fp32, 2 in bf16, 8 in fp64)
                   server       a worker
-    parameters    (w+c)P       wP
-    gradients     wP+3cG/2     wP    G, 2^24 or a larger tensor, in bf16 and fp32
-    optimizer     KP           0
+    parameters    (w+c)P       wP          c = 4 in bf16, for fp32 masters, else 0
+    gradients     wP+3cG/2     wP          in bf16 MasterWeights copies G = 2^24 at a time, or one tensor's
+    optimizer     KP           0           K = 8 for AdamW's two moments (fp64: 16), 0 for SGD
 
-Sent (bytes through the server for N pushes, which are a step)
-    send    2NwP    weights pulled, gradients pushed
-    In ssp a push is at most (N-1)(2S+1) updates old: the others were S behind at its pull, and get S+1 ahead.
+Sent (bytes through the server for N pushes, which one line of the output is about)
+    send    2NwP    for each push the weights that were pulled and the gradients
+    In ssp at most (N-1)(2S+1) updates come between a pull and its push: each of the N-1 others may be S
+    pushes behind this worker at the pull, and may get S+1 ahead before it has to wait.
 
 Run
-    python dp_async.py --mode asp --workers 4 --slow 0=4
+    python dp_async.py --mode asp --workers 4 --slow 4
     python dp_async.py --mode ssp --staleness 2 --workers 8 --size gpt2 --dtype bf16 --batch 64
 
 Left out
-    Servers in other processes with a shard of the weights each, compressed pushes, buffers (workers' own).
+    Servers in other processes, each with a shard of the weights; compressed pushes.
+    A worker that fails is left out, and another does its task; in bsp the run ends with its error.
+    Each worker has its own buffers, such as BatchNorm's statistics: the server's never change.
+    asp and ssp make N times as many updates as bsp. The learning rate is not adapted to that.
 """
 
 import argparse
 import copy
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -51,31 +62,50 @@ import torch.nn.functional as F
 
 
 class Server:
-    """Workers' threads take() tasks, pull() weights and push() gradients. Its own thread calls serve()."""
+    """Has the weights, and updates them. If time did not matter, bsp would be this loop:
 
-    def __init__(self, module, optimizer, tasks, workers, mode, staleness=0, max_norm=0):
+        for shares in batches:
+            for replica, share in zip(replicas, shares):
+                pull(replica)
+                loss(replica, share).backward()
+            for param, *copies in zip(params, *replicas):
+                param.grad = sum(copied.grad for copied in copies) / N
+            optimizer.step()
+
+    This has two problems. Workers take turns: so here each has a thread, which calls take(), pull() and
+    push(), while the server's thread calls serve(). And even then an update waits for the slowest worker. So
+    here may_go_on() decides who waits: in bsp all do, in asp nobody, in ssp whoever is too far ahead.
+
+    tasks: an iterable of tuples, each of which some worker does once. max_norm: for clipping."""
+
+    def __init__(self, module, optimizer, tasks, workers, mode, staleness=0, max_norm=math.inf):
         self.module = module
         self.optimizer = optimizer
         self.mode = mode
         self.most_ahead = {"bsp": 0, "ssp": staleness, "asp": math.inf}[mode]  # pushes
-        self.max_norm = max_norm or math.inf
+        self.max_norm = max_norm
         self.pushes_per_update = workers if mode == "bsp" else 1
-        self.condition = threading.Condition()  # the lock of all that follows, notified of every change
+        # Threads read and change what follows only while they hold this lock, and wake the others when they
+        # have changed it. While one waits for a condition, it lets go of the lock.
+        self.condition = threading.Condition()
         self.tasks = deque(tasks)  # those that nobody has begun
         self.doing = {}  # {worker: the task it has begun}
         self.clocks = dict.fromkeys(range(workers), 0)  # {worker that has not failed: its pushes}
         self.inbox = deque()  # pushes that wait for serve()
         self.version = 0  # the number of updates
-        self.ages = Counter()  # {staleness: pushes}
+        self.ages = Counter()  # {staleness, in updates: pushes}
         self.error = None
 
     def may_go_on(self, worker):
         """The rule: a worker that begins a task is at most so many pushes ahead of the slowest."""
         return self.clocks[worker] <= min(self.clocks.values()) + self.most_ahead
 
+    # What a worker calls, for each task.
+
     def take(self, worker):
-        """Wait until the worker may go on. Returns its task, or None when all have been done: see lose()."""
+        """Wait until the worker may go on. Returns its task, or None if all have been done."""
         with self.condition:
+            # Without a task it waits for those that others do: if one fails, its task comes back.
             self.condition.wait_for(lambda: self.may_go_on(worker) if self.tasks else not self.doing)
             if self.tasks:
                 self.doing[worker] = self.tasks.popleft()
@@ -84,6 +114,7 @@ class Server:
     @torch.no_grad()
     def pull(self, replica):
         """Copy the weights into a worker's replica of the module. Returns their version."""
+        # With the lock: an update meanwhile would leave the replica with some old and some new weights.
         with self.condition:
             for copied, param in zip(replica.parameters(), self.module.parameters()):
                 copied.copy_(param)
@@ -97,30 +128,7 @@ class Server:
             self.condition.wait_for(lambda: worker not in self.doing)
         replica.zero_grad()
 
-    def lose(self, worker, error):
-        """A worker failed: another does its task. In bsp, or if none is left, the run ends with its error."""
-        with self.condition:
-            del self.clocks[worker]
-            if worker in self.doing:
-                self.tasks.appendleft(self.doing.pop(worker))
-            if self.mode == "bsp" or not self.clocks:
-                self.stop(error)
-            print(f"worker {worker} failed: {error!r}", file=sys.stderr)
-            self.condition.notify_all()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        self.stop(error)  # or the workers would wait for a server that is gone
-
-    def stop(self, error):
-        """Let the workers end, and serve() raise the error."""
-        with self.condition:
-            self.error = error
-            self.tasks.clear()
-            self.doing.clear()
-            self.condition.notify_all()
+    # What the server's thread does.
 
     def serve(self, pushes):
         """Apply so many pushes. Returns the mean of their losses and the gradient norm of the last update."""
@@ -140,15 +148,17 @@ class Server:
         return torch.tensor(losses, dtype=torch.float64).mean(), norm
 
     def apply(self, worker, replica):
-        """Add up gradients, in bsp those of all workers, and step with their mean. Returns its norm."""
+        """Add a push to the gradients. With the last one of an update, make it. Returns the gradient norm."""
         for param, copied in zip(self.module.parameters(), replica.parameters()):
             if copied.grad is not None:
                 gradient = copied.grad.to(param.device, copy=True)
                 param.grad = gradient if param.grad is None else param.grad.add_(gradient)
-        if self.mode == "bsp" and not self.may_go_on(worker):  # others have yet to push
+        # In bsp a worker that is ahead has pushed before others. The last one to push is ahead of nobody.
+        if self.mode == "bsp" and not self.may_go_on(worker):
             return None
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm() / self.pushes_per_update
+        # Clipping and the mean over pushes in one factor.
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1) / self.pushes_per_update
         torch._foreach_mul_(grads, scale.to(param))
         self.optimizer.step()
@@ -156,10 +166,39 @@ class Server:
         self.version += 1
         return norm
 
+    # A reader may skip to work(): this is for workers that fail, and for updates that do.
+
+    def lose(self, worker, error):
+        """A worker failed: another does its task. In bsp, or if none is left, the run ends with its error."""
+        with self.condition:
+            del self.clocks[worker]  # or those ahead of it would wait for ever
+            if worker in self.doing:
+                self.tasks.appendleft(self.doing.pop(worker))
+            if self.mode == "bsp" or not self.clocks:
+                self.stop(error)
+            print(f"worker {worker} failed: {error!r}", file=sys.stderr)
+            self.condition.notify_all()
+
+    def stop(self, error):
+        """Let the workers end, and serve() raise the error."""
+        with self.condition:
+            self.error = error
+            self.tasks.clear()
+            self.doing.clear()
+            self.condition.notify_all()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.stop(error)  # or the workers would wait for a server that is gone
+
 
 def work(server, worker, device, function, *arguments):
     """A worker's thread: function(server, worker, replica, *task, *arguments) for one task after another."""
-    torch.autograd.set_multithreading_enabled(False)  # its backwards stay in this thread
+    # On GPUs autograd has one thread for each device, in which the backwards of workers that share a device
+    # would take turns. With this a worker's backwards stay in its own thread.
+    torch.autograd.set_multithreading_enabled(False)
     try:
         replica = copy.deepcopy(server.module).to(device)
         while task := server.take(worker):
@@ -187,7 +226,7 @@ class MasterWeights:  # updates fp32 copies of bf16 parameters, 64 MiB at a time
 
 
 def train_share(server, worker, replica, step, share, config, text, times):
-    """A task: push the gradient of a share. To be slow, it sleeps until `times` as much time has passed."""
+    """A task: push the gradient of a share of a step's batch, in `times` as much time as it takes."""
     batches = microbatches(config, text, step, replica.norm.weight.device, share, config.workers)
     version = server.pull(replica)
     started = time.perf_counter()
@@ -205,11 +244,11 @@ def train_share(server, worker, replica, step, share, config, text, times):
 def train(config):
     if int(os.getenv("WORLD_SIZE") or 1) > 1:
         refuse("runs in one process: start it without torchrun, with --workers")
-    slow, _, factor = config.slow.partition("=")
-    if slow not in map(str, range(config.workers)) or not re.fullmatch(r"[1-9]\d*(\.\d+)?", factor):
-        refuse(f"--slow {config.slow}: must be WORKER=TIMES, a number below --workers and one from 1")
-    device, text = set_up(config, f" | {config.mode} {config.staleness} | slow {config.slow}", config.workers)
-    torch.set_num_threads(torch.get_num_threads() // config.workers or 1)  # they share the cores
+    device, text = set_up(
+        config, f" | {config.mode} {config.staleness} | slow {config.slow:g}", config.workers
+    )
+    # Without GPUs, each worker has a part of the cores.
+    torch.set_num_threads(torch.get_num_threads() // config.workers or 1)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     devices = [torch.device(device.type, i % gpus) for i in range(config.workers)]
     model = GPT(config).to(device, DTYPES[config.dtype])
@@ -221,8 +260,9 @@ def train(config):
     server = Server(model, optimizer, tasks, config.workers, config.mode, config.staleness, config.clip)
     with ThreadPoolExecutor(config.workers) as threads, server:
         for worker, device in enumerate(devices):
-            times = float(factor) if str(worker) == slow else 1
+            times = 1 if worker else config.slow
             threads.submit(work, server, worker, device, train_share, config, text, times)
+        # This is the server's thread. In asp and ssp the pushes of a printed step are any N.
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             print_step(config, step, *server.serve(config.workers), started)
@@ -237,8 +277,8 @@ def parse(arguments=None):
     add("--workers", type=int, default=2, help="one for each device")
     add("--mode", default="bsp", choices=("bsp", "asp", "ssp"), help="who waits for whom")
     add("--staleness", type=int, default=2, help="S: pushes ahead of the slowest, in ssp")
-    add("--slow", default="0=1", metavar="WORKER=TIMES", help="a worker takes as many times as long")
-    return read_flags(arguments, own, workers=(1, 16), staleness=(0, 16))
+    add("--slow", type=float, default=1.0, help="worker 0 takes as many times as long")
+    return read_flags(arguments, own, workers=(1, 16), staleness=(0, 16), slow=(1, 1000))
 
 
 # ==== toy model: the same lines in every lesson ====

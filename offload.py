@@ -1,48 +1,63 @@
-"""Offload: ZeRO-2 with the optimizer on the host; with --params ZeRO-3, with the weights there, too.
+"""Offload: as zero2.py, but the optimizer is on the host, in CPU memory; with --params the weights, too.
 
 Idea
-    An optimizer reads its states once a step: the host's memory, behind a slow link, is enough. Gradients are
-    reduced; a rank's 1/N goes to the host, whose CPU steps it; new weights come back and are all-gathered
-    (ZeRO-Offload, arXiv 2101.06840, 4). With --params it also holds the blocks not in use (2104.07857).
+    A GPU has little memory; its host, the machine around it, has more, behind a slow link. An optimizer uses
+    its states once in a step, so they can be on the host. As in zero2.py each rank gets 1/N of the reduced
+    gradients. It copies them down to its host, whose CPU updates the same 1/N of the weights, its shard. The
+    new weights are copied up and all-gathered (ZeRO-Offload, arXiv 2101.06840, section 4).
 
-Timeline (a row is a thread; with --params blocks go up one ahead, in forward and in backward)
-      main | forward 1 | forward 2 | backward 2 | backward 1    | norm        |        |        | forward 1
-    upload |           |           |            | reduce 2      | reduce 1    |        | 1 up   | 2 up
-      host |           |           |            |   2 down, add | 1 down, add | step 1 | step 2 |
+    With --params the weights live on the host, too. As in zero3.py a block is unsharded before it is used,
+    and freed after its forward and after its backward; but here the shards come from the hosts
+    (ZeRO-Infinity, arXiv 2104.07857). Parameters travel in units: one for each block, and one, the root, for
+    all others.
 
-Memory (bytes of a rank's device, and of its host; U in a block, E in none; other letters: docs/formulas.md)
-    parameters    wP                     w a weight: fp32 4, bf16 2, fp64 8
-    parameters    w(E+2U)                with --params: the root (all else), the block in use, the next one
-    gradients     wmax(2E,E+2U,3U)       one unit's, as sent and as received, and the next one's
-    host          (K+2m+w+c/2)P/N        moments; masters and .grad; a microbatch's gradients; in bf16 weights
+Timeline (of two units; a row is a thread. With --params units also come up in forward and in backward)
+      main | forward 1 | forward 2 | backward 2 | backward 1       | norm             |          | forward 1
+    upload |           |           |            | reduce-scatter 2 | reduce-scatter 1 |          | 1 up | 2 up
+      host |           |           |            | 2 down           | 1 down           | update 1 | update 2
 
-Sent (bytes that a rank copies down to its host and up from it, and sends to other ranks, in a step)
+Memory (bytes on each of N ranks' devices, and for it on its host; P parameters, U in a block, E in the root)
+    parameters    wP                      w = 4 in fp32, 2 in bf16
+    parameters    w(E+2U)                 with --params: the root, the unit that computes, the one after it
+    gradients     wmax(2E,E+2U,3U)        one unit's, as sent and as received, and the next one's
+    host          (K+2m+w+c/2)P/N         K = 8 for AdamW's moments, 0 for SGD; m = 4; c = 4 in bf16, else 0
+    The host has fp32 weights and their gradients (2m), the gradients of a microbatch (w) and in bf16 rounded
+    weights (c/2). In fp64 w and m are 8, K is 16.
+
+Sent (bytes, by each rank in each step of k microbatches; down to its host and up from it, and to others)
     down          kwP/N
     up            wP/N
-    up            kw(2P-E-2U)/N          instead, with --params: the last two blocks stay for backward
-    all-to-all    kwP(N-1)/N             and a local sum: so bf16 is rounded once
+    up            kw(2P-E-2U)/N           instead, with --params: the last two blocks are kept for backward
+    all-to-all    kwP(N-1)/N              a reduce-scatter, as each rank adds up what it receives
     all-gather    wP(N-1)/N
-    all-gather    kw(2P-E-2U)(N-1)/N     instead, with --params
+    all-gather    kw(2P-E-2U)(N-1)/N      instead, with --params
 
 Run
-    torchrun --nproc_per_node=8 offload.py --size gpt2-xl --dtype bf16 --batch 64
-    torchrun --nproc_per_node=2 offload.py --params --device cpu --device-mb 20 --link-gbps 10
+    torchrun --nproc_per_node=2 offload.py --params --device cpu --link-gbps 0.1
+    OMP_NUM_THREADS=8 torchrun --nproc_per_node=8 offload.py --size gpt2-xl --dtype bf16 --batch 64
+    Without a GPU the device is the CPU, too, and --link-gbps makes the copies as slow as over a link. With
+    GPUs set OMP_NUM_THREADS to cores / GPUs: without it, torchrun gives each update one core.
 
 Left out
-    What zero2.py leaves out; delayed updates (5.2), disks, recomputation. Weights that are frozen,
-    that a step does not use, or that two blocks share are an error.
+    Updates that are delayed by a step (section 5.2 of the first paper), disks.
+    Errors: a parameter that is frozen, not used, or in two units; a unit that returns anything but one
+    tensor; a module without parameters outside units. If a unit has several dtypes, it gets the widest one.
+    Buffers, such as BatchNorm's statistics, are neither averaged nor moved to the device.
+    All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
+    Not noticed: an optimizer that is not elementwise, such as Shampoo; loading, moving or casting the module
+    after wrapping, which the next forward undoes; its state_dict() and parameters(), whose weights are old or
+    empty and have no gradients; an update between a forward and its backward, which then uses new weights.
+    With --params, activation checkpointing is right, but copies more, and keeps units until the next forward.
 """
 
 import argparse
-import contextlib
-import math
 import os
 import sys
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -50,209 +65,270 @@ import torch.distributed as dist
 import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
-class Offload:
-    """Wraps a module on the CPU, alike on all ranks. Each of `blocks` is a unit, the rest one, the root."""
+class Offload(nn.Module):
+    """Wraps a module, in which each submodule of unit_class is a unit. Without overlap, a step would be
 
-    def __init__(self, module, blocks, device, offload_params, link_gbps, new_optimizer):
+        loss.backward()
+        for unit in units:
+            reduce_scatter(received, unit.flat_grad)
+            unit.shard.grad = received.to("cpu") / N  # down
+        optimizer.step()  # on the CPU, where the shards are
+        for unit in units:
+            unit.own_param.copy_(unit.shard)  # up
+            all_gather(unit.flat_param, unit.own_param)
+
+    The problem is that the device waits: for the link, for the CPU, and for the link again. So here two
+    threads work beside it. The host's thread takes gradients down while backward goes on, and then updates
+    one unit after another. The uploader's thread brings up each unit as soon as it is updated, while the
+    device computes with the unit before.
+
+    device: where the module computes. new_optimizer makes an elementwise optimizer of a list of parameters:
+    each unit has one, on the host. gbps: the link's speed, if a slower one is to be simulated (else inf)."""
+
+    def __init__(self, module: nn.Module, unit_class: type, device, new_optimizer, offload_params, gbps):
+        super().__init__()
         self.module = module
-        self.device = device
         self.offload_params = offload_params
-        self.new_optimizer = new_optimizer
-        self.host = Worker("host", device, link_gbps)  # copies gradients down, and steps
-        self.uploader = Worker("upload", device, link_gbps)  # and launches collectives, in one order
-        self.reduce_job = None  # of the unit in flight
-        if self.host.stream:  # torchrun leaves a rank one CPU thread; the number is each thread's own
-            self.host.submit(torch.set_num_threads, os.cpu_count() // torch.cuda.device_count() or 1)
-        in_blocks = set(blocks.parameters())  # the root, unit 0, has the others
+        self.reduce_job = None  # of the unit whose gradients were the last to leave
+        self.host = Worker("host", device, gbps)  # copies gradients down, and updates shards
+        self.uploader = Worker("upload", device, gbps)  # copies weights up, and launches collectives
+        # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
+        # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
+        blocks = [submodule for submodule in module.modules() if isinstance(submodule, unit_class)]
+        in_blocks = {param for block in blocks for param in block.parameters()}
         self.units = []
-        for i, submodule in enumerate([module, *blocks]):
-            weights = [weight for weight in submodule.parameters() if i or weight not in in_blocks]
-            self.units.append(Unit(self, weights))
-            submodule.register_forward_pre_hook(partial(self._unshard_from, i, 1))
-            if i > 0:
-                submodule.register_full_backward_pre_hook(partial(self._unshard_from, i, -1))
-            if offload_params and 0 < i < len(blocks) - 1:  # backward begins with the last two
-                submodule.register_forward_hook(self.units[i].reshard)
+        for submodule in (module, *blocks):
+            others = in_blocks if submodule is module else ()  # the root has what is in no block
+            params = [param for param in submodule.parameters() if param not in others]
+            unit = Unit(params, device, new_optimizer, self.host, self.uploader)
+            self.units.append(unit)
+            # Backward begins with the root and the last two blocks: they stay on the device.
+            unit.reshard_after_forward = offload_params and submodule in blocks[:-2]
+            submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
+            if submodule in blocks:
+                submodule.register_forward_hook(partial(self._post_forward, unit))
+            unit.hook = partial(self._gradient_ready, unit)
+            for param in params:
+                param.register_post_accumulate_grad_hook(proxy(unit.hook))
 
-    def _unshard_from(self, i, direction, *_):
-        """Wait for a unit's weights, and prefetch those of the next one in this direction (1 or -1)."""
-        self.units[i].unshard()
-        self.units[i].upload_job.result()
-        if self.uploader.stream:  # the GPU may not have done yet what the job launched
-            torch.cuda.current_stream().wait_stream(self.uploader.stream)
-        for unit in self.units[i::direction][1:2]:  # last: the main stream must not wait for this copy, too
-            unit.unshard()
+    def forward(self, *args, **kwargs):
+        self._check()
+        self._free_units()
+        return self.module(*args, **kwargs)
+
+    def _unshard(self, unit, direction):
+        # Wait for a unit, then start to bring up the one that forward (direction 1) or backward (-1) needs
+        # next. Not earlier: on a GPU, waiting for the uploader means to wait for all that it has begun.
+        unit.unshard()
+        unit.wait_for_unshard()
+        for following in self.units[self.units.index(unit) :: direction][1:2]:
+            following.unshard()
+
+    def _pre_forward(self, unit, *_):
+        self._unshard(unit, 1)
+
+    def _post_forward(self, unit, submodule, args, output):
+        if not isinstance(output, torch.Tensor):
+            raise TypeError("a unit must return one tensor, whose hook brings the unit up for backward")
+        if unit.reshard_after_forward:
+            unit.reshard()
+        if output.requires_grad:
+            output.register_hook(partial(self._pre_backward, unit))
+
+    def _pre_backward(self, unit, *_):
+        # Backward has reached this unit's output, so it is done with units that have all their gradients.
+        # (Not before: the gradient of a unit's input may need its weights.)
+        self._free_units()
+        self._unshard(unit, -1)
+
+    def _free_units(self):
+        for unit in self.units:
+            if unit.is_done:
+                unit.reshard()
+
+    def _gradient_ready(self, unit, _):
+        unit.reduce_job = None
+        if all(param.grad is not None for param in unit.params):
+            self._post_backward(unit)
+
+    def _post_backward(self, unit):
+        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
+        # at a time, or over a slow link those of all units would pile up on the device. For the last unit's
+        # only step() waits.
+        unit.is_done = self.offload_params
+        if self.reduce_job:
+            self.reduce_job.result()
+        unit.start_reduce_scatter()
+        self.reduce_job = unit.reduce_job
 
     def step(self, max_norm):
-        """Start to step, with gradients clipped to a norm of max_norm. Returns the norm before."""
-        square = 0
-        for i, unit in enumerate(self.units):
-            if not unit.reduce_job:
-                raise RuntimeError(f"unit {i} (0: the root) has weights without gradient: all must have one")
-            square += unit.reduce_job.result()  # of all, before any is stepped: clipping needs their norm
-        norm = torch.full((), square, dtype=torch.float64, device=self.device)
-        dist.all_reduce(norm)  # the uploader, idle now, launches no other one meanwhile
+        """Start an update with gradients clipped to a global norm of max_norm. Returns the norm before."""
+        if not all(unit.reduce_job for unit in self.units):
+            raise RuntimeError("before step() a backward must give every parameter a gradient")
+        # Clipping needs the norm of all gradients, so no unit is updated before all have come down.
+        square = sum(unit.reduce_job.result() for unit in self.units)
+        norm = self.units[0].flat_param.new_full((), square, dtype=torch.float64)
+        dist.all_reduce(norm)
         norm.sqrt_()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1).item()
+        # The host updates one unit after another. The next forward waits for each one when it needs it.
         for unit in self.units:
-            unit.step_job = self.host.submit(unit.step, scale)
-            unit.reduce_job = unit.upload_job = None  # the weights on the device are stale
+            unit.update_job = self.host.submit(unit.update, scale)
+            unit.reduce_job = None
+            unit.upload_job = None  # the weights on the device are out of date
         return norm
 
     def full_state_dict(self):
-        """The plain module's; its weights are on the CPU until the next forward. All ranks must call it."""
-        for i, unit in enumerate(self.units):
-            self._unshard_from(i, 1)
-            vector_to_parameters(unit.flat_param.clone().cpu(), unit.weights)
+        """The plain module's state_dict. Its weights are on the CPU. All ranks must call it."""
+        for unit in self.units:
+            unit.unshard()
+            unit.wait_for_unshard()
+            weights = unflatten(unit.flat_param.to("cpu", copy=True), unit.params)
             unit.reshard()
-        return self.module.state_dict()
+            # They are the parameters, too, until the next forward.
+            for param, weight in zip(unit.params, weights):
+                param.data = weight
+        return nn.Module.state_dict(self.module)
+
+    # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
+
+    def _check(self):
+        if any(param.grad is not None for unit in self.units for param in unit.params):
+            raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
 
 
-class Unit:  # its weights: on the device a flat vector, on the host this rank's 1/N, with its optimizer
-    def __init__(self, offload, weights):
-        self.offload = offload
-        self.weights = weights
-        if any(weight._post_accumulate_grad_hooks for weight in weights):
-            raise ValueError("a weight is in two units, or is wrapped already")
-        size = sum(map(torch.numel, weights))
-        self.padding = -size % dist.get_world_size()
-        self.flat_param = weights[0].new_empty(size + self.padding, device=offload.device)
-        self.part = self.flat_param.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's
-        self.step_job = offload.host.submit(self.init_host_state)
-        self.step_job.result()  # before the first forward replaces the weights it reads
-        self.reduce_job = None  # its result: the square of the norm of gradients
+class Unit:
+    """Parameters that travel together, as views of flat_param, which is on the device, and has memory only
+    while the unit is unsharded. This rank's 1/N of it is on the host: shard, which the optimizer updates, and
+    host_param, which is copied up (in fp32 they share their memory). Only the host's thread changes these."""
+
+    def __init__(self, params, device, new_optimizer, host, uploader):
+        rank, self.n_shards = dist.get_rank(), dist.get_world_size()
+        self.host = host
+        self.uploader = uploader
+        self.params = params
+        if any(param._post_accumulate_grad_hooks or not param.requires_grad for param in params):
+            raise ValueError("a parameter is frozen, or is in two units, or is wrapped already")
+        flat = torch.cat([param.detach().flatten() for param in params]).to(device)
+        self.padding = flat.new_zeros(-len(flat) % self.n_shards)  # to equal parts
+        self.flat_param = torch.cat([flat, self.padding])
+        dist.broadcast(self.flat_param, 0)
+        self.param_views = unflatten(self.flat_param, params)
+        self.own_param = self.flat_param.chunk(self.n_shards)[rank]
+        self.update_job = host.submit(self.make_shard, new_optimizer)
+        self.update_job.result()
+        self.reduce_job = None
         self.reshard()
-        self.hook = self.start_reduce
-        for weight in weights:
-            weight.register_post_accumulate_grad_hook(weakref.proxy(self.hook))  # a strong one is never freed
 
-    def init_host_state(self):  # in the host's thread, whose tensors SimulatedDevice does not count
-        flat = F.pad(parameters_to_vector(self.weights).detach(), (0, self.padding))
-        part = flat.view(-1, len(self.part))[dist.get_rank()]
-        pinned = self.part.is_cuda
-        self.shard = torch.empty_like(part, pin_memory=pinned).copy_(part)  # to upload
-        self.host_grad = torch.empty_like(part, pin_memory=pinned)  # of a microbatch
-        wide = torch.promote_types(part.dtype, torch.float32)
-        self.master = nn.Parameter(self.shard.to(wide))  # in bf16 a copy, else the memory of shard itself
-        self.master.grad = torch.zeros_like(self.master)
-        self.optimizer = self.offload.new_optimizer([self.master])
+    def make_shard(self, new_optimizer):  # in the host's thread
+        pinned = self.own_param.is_cuda  # memory that the GPU can reach without the CPU
+        self.host_param = torch.empty_like(self.own_param, device="cpu", pin_memory=pinned)
+        self.host_grad = torch.empty_like(self.host_param, pin_memory=pinned)
+        self.host_param.copy_(self.own_param)
+        shard_dtype = torch.promote_types(self.host_param.dtype, torch.float32)
+        self.shard = nn.Parameter(self.host_param.to(shard_dtype))  # in fp32 the same memory
+        self.shard.grad = torch.zeros_like(self.shard)
+        self.optimizer = new_optimizer([self.shard])
 
     def unshard(self):
-        """Start to upload and all-gather the weights, if they are not here or on their way."""
+        """Start to upload and all-gather the weights, unless they are here or on their way."""
         if not self.upload_job:
             self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
-            vector_to_parameters(self.flat_param, self.weights)  # makes each .data a view of flat_param
-            self.upload_job = self.offload.uploader.submit(self.upload)
+            # Autograd has kept the parameters themselves, or views of flat_param: both will be right again.
+            for param, view in zip(self.params, self.param_views):
+                param.data = view
+            self.upload_job = self.uploader.submit(self.upload)
 
     def upload(self):  # in the uploader's thread
-        self.step_job.result()
-        self.offload.uploader.copy(self.part, self.shard)
-        all_gather(self.flat_param, self.part)
+        self.update_job.result()
+        self.uploader.copy(self.own_param, self.host_param)
+        all_gather(self.flat_param, self.own_param)
 
-    def reshard(self, *_):
+    def wait_for_unshard(self):
+        self.upload_job.result()
+        if self.uploader.stream:  # the thread has launched the copy, but the GPU may still be at it
+            torch.cuda.current_stream().wait_stream(self.uploader.stream)
+
+    def reshard(self):
+        """Free the weights. The parameters are empty then, so that using them is an error."""
         self.upload_job = None
-        self.flat_param.untyped_storage().resize_(0)  # autograd saved views of it: valid once refilled
+        self.is_done = False  # with its backward, so that it can be freed
+        self.flat_param.untyped_storage().resize_(0)
+        for param in self.params:
+            param.data = param.new_empty(0)
 
-    def start_reduce(self, _):
-        self.reduce_job = None
-        if any(weight.grad is None for weight in self.weights):
-            return  # some are still to come
-        offload = self.offload
-        if offload.reduce_job:
-            offload.reduce_job.result()  # one unit in flight: over a slow link gradients would pile up
-        if offload.offload_params:
-            self.reshard()
-        padding = self.flat_param.new_zeros(self.padding)
-        flat_grad = parameters_to_vector([*(weight.grad for weight in self.weights), padding])
-        for weight in self.weights:
-            weight.grad = None
+    def start_reduce_scatter(self):
+        flat_grad = torch.cat([param.grad.flatten() for param in self.params] + [self.padding])
+        for param in self.params:
+            param.grad = None
         received = torch.empty_like(flat_grad)
-        start = partial(dist.all_to_all_single, received, flat_grad, async_op=True)  # N rows, to be summed
-        start_job = offload.uploader.submit(start)
-        job = offload.host.submit(self.finish_reduce, flat_grad, received, start_job)
-        self.reduce_job = offload.reduce_job = job
+        # One thread launches all collectives, so that all ranks launch them in the same order.
+        start = partial(dist.all_to_all_single, received, flat_grad, async_op=True)
+        start_job = self.uploader.submit(start)
+        self.reduce_job = self.host.submit(self.finish_reduce_scatter, start_job, flat_grad, received)
 
-    def finish_reduce(self, flat_grad, received, start_job):  # in the host's thread
+    def finish_reduce_scatter(self, start_job, flat_grad, received):  # in the host's thread
         start_job.result().wait()
-        total = flat_grad[: len(self.part)]  # the sum overwrites what was sent
-        torch.sum(received.view(-1, len(total)), 0, out=total)
-        self.offload.host.copy(self.host_grad, total)
-        for tensor in flat_grad, received:  # whose last use, the copy, has ended
-            tensor.untyped_storage().resize_(0)  # freed, though a thread may still hold the tensor
-        self.master.grad.add_(self.host_grad, alpha=1 / dist.get_world_size())  # the ranks' mean
-        return self.master.grad.norm().item() ** 2  # of the sum so far; step() uses the last one
+        own_grad = flat_grad[: len(self.own_param)]  # the sum overwrites what was sent
+        torch.sum(received.view(self.n_shards, -1), 0, out=own_grad)
+        self.host.copy(self.host_grad, own_grad)
+        for tensor in flat_grad, received:
+            tensor.untyped_storage().resize_(0)  # free it, as a thread may still hold the tensor
+        self.shard.grad.add_(self.host_grad, alpha=1 / self.n_shards)  # the ranks' average
+        return self.shard.grad.norm().item() ** 2  # step() uses that of the last microbatch
 
-    def step(self, scale):  # in the host's thread
-        self.master.grad *= scale
+    def update(self, scale):  # in the host's thread
+        self.shard.grad *= scale
         self.optimizer.step()
-        self.master.grad.zero_()
-        self.shard.copy_(self.master.data)
+        self.shard.grad.zero_()
+        self.host_param.copy_(self.shard.data)  # for bf16
 
 
-class Worker:  # a thread, and on a GPU a stream, that does one job after another
-    def __init__(self, name, device, link_gbps):
+class Worker:
+    """A thread that does one job after another, on a GPU in a stream of its own."""
+
+    def __init__(self, name, device, gbps):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(1, name, torch.cuda.set_stream, (self.stream,))  # None: no change
-        self.link_gbps = link_gbps
+        # The thread begins with set_stream(), which does nothing if there is none.
+        self.thread = ThreadPoolExecutor(1, name, torch.cuda.set_stream, (self.stream,))
+        self.gbps = gbps
 
     def submit(self, job, *args):
-        if self.stream:  # the job may use what has been computed so far
+        if self.stream:  # the GPU must first do what it has been told so far: the job uses its results
             self.stream.wait_stream(torch.cuda.current_stream())
         return self.thread.submit(job, *args)
 
-    def copy(self, target, source):  # in a job; slowed to link_gbps gigabits a second
-        ends = time.perf_counter() + 8e-9 * source.nbytes / self.link_gbps
+    def copy(self, target, source):
+        """For jobs: a copy between device and host, which takes as long as over a link of this speed."""
+        ends = time.perf_counter() + 8e-9 * source.nbytes / self.gbps
         target.copy_(source)
         time.sleep(max(0, ends - time.perf_counter()))
 
 
-class SimulatedDevice(TorchDispatchMode):  # played by a CPU: counts the storages that this thread uses
-    def __init__(self, megabytes):
-        super().__init__()
-        self.megabytes = megabytes
-        self.storages = weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        tensors = filter(torch.is_tensor, tree_leaves(result))
-        self.storages.update(map(torch.Tensor.untyped_storage, tensors))
-        if sum(map(torch.UntypedStorage.nbytes, self.storages)) > 1e6 * self.megabytes:
-            refuse(f"--device-mb {self.megabytes:g}: the device is full; add --params, or raise --accum")
-        return result
-
-
 def train(config):
-    simulated = config.device_mb < math.inf
-    if simulated:
-        if config.device == "cuda":
-            refuse("--device cuda --device-mb: only a CPU plays a device")
-        config.device = "cpu"
     device, text = set_up(config, f" | params {config.params} | link {config.link_gbps:g} Gbit/s")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = GPT(config).to(DTYPES[config.dtype])  # on the host
-    with SimulatedDevice(config.device_mb) if simulated else contextlib.nullcontext():
-        new_optimizer = partial(OPTIMIZERS[config.optim], lr=config.lr, fused=True)
-        offload = Offload(model, model.blocks, device, config.params, config.link_gbps, new_optimizer)
-        for step in range(1, config.steps + 1):
-            started = time.perf_counter()
-            loss = 0
-            for inputs, targets in microbatches(config, text, step, device, rank, world_size):
-                # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-                microloss = mean_loss(model(inputs), targets) / config.accum
-                microloss.backward()
-                loss += microloss.detach()
-            grad_norm = offload.step(config.clip)
-            dist.all_reduce(loss)
-            print_step(config, step, loss / world_size, grad_norm, started)
+    model = GPT(config).to(DTYPES[config.dtype])
+    new_optimizer = partial(OPTIMIZERS[config.optim], lr=config.lr, fused=True)
+    model = Offload(model, Block, device, new_optimizer, config.params, config.link_gbps)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        loss = 0
+        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
+            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
+            microloss = mean_loss(model(inputs), targets) / config.accum
+            microloss.backward()
+            loss += microloss.detach()
+        grad_norm = model.step(config.clip)
+        dist.all_reduce(loss)
+        print_step(config, step, loss / world_size, grad_norm, started)
     if config.save:
-        state_dict = offload.full_state_dict()
+        state_dict = model.full_state_dict()
         if rank == 0:
             save_weights(state_dict, config.save)
 
@@ -260,9 +336,8 @@ def train(config):
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--params", action="store_true", help="the host keeps the weights, too")
-    own.add_argument("--device-mb", type=float, default=math.inf, help="10^6 bytes; a CPU plays the device")
-    own.add_argument("--link-gbps", type=float, default=math.inf, help="10^9 bits a second, each way")
-    return read_flags(arguments, own, device_mb=(0, math.inf), link_gbps=(1e-9, math.inf))
+    own.add_argument("--link-gbps", type=float, default=torch.inf, help="10^9 bits a second, each way")
+    return read_flags(arguments, own, link_gbps=(1e-9, torch.inf))
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -36,7 +36,7 @@ def note_copy(started, ended, _):
     rows[way].append((started, ended, COLORS["network"]))
 
 
-def note_step(started, ended, _):
+def note_update(started, ended, _):
     rows["host"].append((started, ended, COLORS["step"]))
 
 
@@ -58,8 +58,8 @@ def end(self, max_norm):
 step, offload.Offload.step = offload.Offload.step, end
 microbatches, offload.microbatches = offload.microbatches, begin
 offload.Worker.copy = timed(offload.Worker.copy, note_copy)
-offload.Unit.step = timed(offload.Unit.step, note_step)
-offload.Offload._unshard_from = timed(offload.Offload._unshard_from, note_turn)
+offload.Unit.update = timed(offload.Unit.update, note_update)
+offload.Offload._unshard = timed(offload.Offload._unshard, note_turn)
 target, *flags = sys.argv[1:]
 offload.train(offload.parse([*flags, "--steps", "4"]))
 
