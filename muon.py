@@ -120,7 +120,7 @@ class ZeROMuon(nn.Module):
         self.module = module
         self.is_last_backward = True
         self.accumulating = False  # between the backwards of a step: there are no new weights then
-        self.ready = set()  # during backward: the parameters that have their gradient
+        self.waiting = set()  # during backward: the parameters that do not have their gradient yet
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
@@ -151,29 +151,31 @@ class ZeROMuon(nn.Module):
                 unit.start_broadcast()
 
     def _gradient_ready(self, param):
+        if not self.waiting:  # this is the first gradient of this backward
+            self.waiting.update(self.grad_sums)
+            # Autograd calls _end_backward when this whole backward is done.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.shards[0].grad is None:  # this is the first gradient since zero_grad()
             for shard in self.shards:
                 shard.grad = torch.zeros_like(shard)
             for unit in self.units:
                 unit.grad.zero_()
+        self.waiting.remove(param)
         self.grad_sums[param].add_(param.grad, alpha=1 / dist.get_world_size())  # so the sum is an average
         param.grad = None
-        # A matrix's gradient travels while backward computes those of the next ones.
+        # A matrix's gradient travels while backward computes the next ones.
         if self.is_last_backward and param in self.matrix_units:
             self.matrix_units[param].start_reduce()
-        self.ready.add(param)
-        if len(self.ready) == len(self.grad_sums):
-            self._end_backward()
 
     def _end_backward(self):
-        self.ready.clear()
-        self.accumulating = not self.is_last_backward
+        self._check()
         if self.is_last_backward:
-            # The root's last gradient, the embedding's, is the last one of all: only now can these start.
+            # The root gets its last gradient at the end, from the embedding: only now can these start.
             for unit in self.root_units:
                 unit.start_reduce()
             for unit in self.units:
                 unit.finish_reduce()
+        self.accumulating = not self.is_last_backward
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
@@ -197,7 +199,7 @@ class ZeROMuon(nn.Module):
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
-        if self.ready:
+        if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
         if any(unit.broadcast_work for unit in self.units):
             raise RuntimeError("the weights of a unit were used, but its forward was not called")
@@ -249,7 +251,7 @@ class Unit:
 
 
 def find_units(module, unit_class):
-    """(units of the root, one for each rank; {matrix: its unit}; {parameter: where its gradients add up})"""
+    """([the root's unit of each rank], {matrix: its unit}, {parameter: the sum of its gradients so far})"""
     matrices = find_matrices(module, unit_class)
     params = [param for param in module.parameters() if param.requires_grad]
     root = [param for param in params if param not in matrices]
@@ -257,9 +259,10 @@ def find_units(module, unit_class):
         raise ValueError(f"the module has no {unit_class} with a matrix that can be trained")
     n_ranks = dist.get_world_size()
     grad_sums = {param: torch.zeros_like(param) for param in params}
-    own_params = flatten(root).tensor_split(n_ranks)
-    own_grads = flatten([grad_sums[param] for param in root]).tensor_split(n_ranks)
-    parts = zip(own_params, own_grads, range(n_ranks))
+    # The root's parameters, and its gradients, become views of a flat tensor, of which each rank owns a part.
+    param_parts = flatten(root).tensor_split(n_ranks)
+    grad_parts = flatten([grad_sums[param] for param in root]).tensor_split(n_ranks)
+    parts = zip(param_parts, grad_parts, range(n_ranks))
     root_units = [Unit(module, *part) for part in parts]
     matrix_units = {}
     owners = assign_owners(matrices, n_ranks)
@@ -269,8 +272,8 @@ def find_units(module, unit_class):
 
 
 def flatten(tensors):
-    """Makes these tensors views of a flat one, and returns it."""
-    flat = nn.utils.parameters_to_vector(tensors).detach()
+    """Make these tensors views of a flat one, and return it."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     nn.utils.vector_to_parameters(flat, tensors)
     return flat
 

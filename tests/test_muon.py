@@ -183,7 +183,7 @@ MUTANTS = [
     ("module if param in users else submodule", "submodule", check_timeline, "another order"),
     ("self.matrix_units[param].start_reduce()", "self.root_units.append(self.matrix_units[param])",
      check_timeline, "another order"),
-    ("        if self.ready:\n", "        if False:\n", check_failed, "goes on after"),
+    ("        if self.waiting:\n", "        if False:\n", check_failed, "goes on after"),
     ("if any(unit.broadcast_work", "if 0 and any(unit.broadcast_work", check_bypassed, "used"),
     ("is None or not self.is_last_backward:", "is None:", check_unsynced, "clipped"),
 ]  # fmt: skip
