@@ -1,22 +1,22 @@
 """ZeRO-1 for Muon: as zero1.py, but a matrix is not cut into parts: one rank, its owner, updates all of it.
 
 Idea
-    AdamW updates each number by itself, so in zero1.py a rank can update 1/N of any tensor. Muon cannot:
-    it orthogonalizes the momentum of a matrix, for which it needs the entire matrix (arXiv 2502.16982). So
-    each matrix of a transformer block has an owner. A reduce sums the gradients of all ranks on the owner,
-    which alone has the momentum, and updates the matrix. A broadcast then sends the new matrix to all ranks.
-    Matrices are dealt out so that all ranks own, and compute, about as much.
+    AdamW updates each number by itself, so in zero1.py a rank can update 1/N of any tensor. Muon cannot: it
+    orthogonalizes the momentum of a matrix (makes all singular values nearly 1), for which it needs the
+    entire matrix (arXiv 2502.16982). So each matrix of a transformer block has an owner. A reduce sums the
+    gradients of all ranks on the owner. Only the owner has the momentum and updates the matrix. Then a
+    broadcast sends the new matrix to all ranks. Each rank owns about as many numbers as the others.
 
-    All other parameters (embeddings, norms, biases) are the root, which AdamW updates. As a flat tensor it is
-    cut into N parts, one for each rank. So all that travels is a unit, a tensor with one owner: a matrix, or
-    a part of the root. (To reduce each part to its owner is a reduce-scatter, and to broadcast each part from
-    its owner is an all-gather: for the root this is zero1.py.)
+    AdamW updates all other parameters, the root: embeddings, norms and biases. They become one flat tensor,
+    which is cut into N parts, one for each rank. So whatever travels, a unit, is a tensor with one owner: a
+    matrix or a part of the root. (If each part is reduced to its owner, this is a reduce-scatter. If each is
+    broadcast from its owner, this is an all-gather. So the root is treated as in zero1.py.)
 
 Timeline (of the root and two matrices; bcast: broadcast)
     compute |               | forward 1 | forward 2 | backward 2 | backward 1 |                | clip, step
     network | bcast root, 1 | bcast 2   |           |            | reduce 2   | reduce 1, root |
 
-Memory (bytes on each of N ranks; P parameters, H of them in matrices, at most O of these on one rank)
+Memory (bytes on each of N ranks; P parameters, H of them in matrices; a rank owns at most O of the H)
     parameters    wP + c(O+(P-H)/N)       w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
     gradients     wP + m(O+(P-H)/N)       m = 4, for averages of what the rank owns
     optimizer     mO + K(P-H)/N           K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
@@ -41,8 +41,7 @@ Left out
     which is not trained, and a shard that is frozen, which is; root parameters of several dtypes, which get
     the widest; torch's own clip_grad_norm_ and GradScaler, which look at what this rank owns; an update
     before a step's last backward. A submodule that is called alone after an update has old weights.
-    zero_grad(set_to_none=False) of the wrapper leaves matrices' gradients as they are, and an optimizer's,
-    between the backwards of a step, those of other ranks' units.
+    After zero_grad(set_to_none=False) gradients of matrices, or of what other ranks own, may remain.
 """
 
 import argparse
@@ -75,7 +74,7 @@ def newton_schulz(X):
 
 class Muon(torch.optim.Optimizer):
     """Updates the matrices that this rank owns, and sends nothing. torch.optim.Muon may take its place: with
-    adjust_lr_fn="match_rms_adamw" it does the same, but orthogonalizes in bf16 even what is fp64."""
+    adjust_lr_fn="match_rms_adamw" it does the same, but orthogonalizes fp64 matrices in bf16, too."""
 
     def __init__(self, matrices, lr):
         super().__init__([{"params": matrices}], {"lr": lr})
@@ -90,7 +89,7 @@ class Muon(torch.optim.Optimizer):
             momentum = self.state[matrix]["momentum"].lerp_(matrix.grad, 1 - beta)
             update = matrix.grad.lerp(momentum, beta)  # Nesterov's: it looks a step ahead
             update = newton_schulz(update if update.dtype == torch.float64 else update.bfloat16())
-            scale = 0.2 * max(matrix.shape) ** 0.5  # as large as AdamW's updates: one lr serves both
+            scale = 0.2 * max(matrix.shape) ** 0.5  # the update is as large as AdamW's: one lr serves both
             matrix.mul_(1 - lr * weight_decay)
             matrix.add_(update, alpha=-lr * scale)
 
@@ -111,8 +110,8 @@ class ZeROMuon(nn.Module):
     gradient, and backward goes on meanwhile. Then all ranks update at the same time, each its own matrices.
     The broadcasts start with the next forward, in which each submodule waits only for its own matrices.
 
-    matrices are those that this rank owns, for Muon. parameters() are its 1/N of all other parameters, for an
-    elementwise optimizer. Both optimizers are made after wrapping.
+    Make two optimizers after wrapping: Muon for `matrices`, a list of those that this rank owns, and an
+    elementwise one for parameters(), which is this rank's part of the root.
     To accumulate gradients over several backwards, set is_last_backward to False for all but the last one."""
 
     def __init__(self, module: nn.Module, unit_class: type):
@@ -147,8 +146,14 @@ class ZeROMuon(nn.Module):
         # The new weights start to travel, all at once, and each submodule's forward waits for its own. (Not
         # earlier: this class does not see the update.)
         if not self.accumulating:
-            for unit in self.units:
-                unit.start_broadcast()
+            self._start_broadcasts()
+
+    def _start_broadcasts(self):
+        for unit in self.units:
+            if unit.is_own:
+                unit.param.copy_(unit.shard.data)  # for bf16
+        for unit in self.units:
+            unit.start_broadcast()
 
     def _gradient_ready(self, param):
         if not self.waiting:  # this is the first gradient of this backward
@@ -174,6 +179,8 @@ class ZeROMuon(nn.Module):
             for unit in self.root_units:
                 unit.start_reduce()
             for unit in self.units:
+                unit.reduce_work.wait()
+            for unit in self.units:
                 unit.finish_reduce()
         self.accumulating = not self.is_last_backward
 
@@ -191,8 +198,8 @@ class ZeROMuon(nn.Module):
 
     def full_state_dict(self):
         """The plain module's state_dict. All ranks must call it."""
+        self._start_broadcasts()
         for unit in self.units:
-            unit.start_broadcast()
             unit.wait_broadcast()
         return nn.Module.state_dict(self.module)
 
@@ -231,8 +238,6 @@ class Unit:
         submodule.register_forward_pre_hook(self.wait_broadcast, prepend=True)
 
     def start_broadcast(self):
-        if self.is_own:
-            self.param.copy_(self.shard.data)  # for bf16
         self.broadcast_work = dist.broadcast(self.param, self.owner, async_op=True)
 
     def wait_broadcast(self, *_):
@@ -244,7 +249,6 @@ class Unit:
         self.reduce_work = dist.reduce(self.grad, self.owner, async_op=True)
 
     def finish_reduce(self):
-        self.reduce_work.wait()
         if self.is_own:
             self.shard.grad += self.grad  # the average over all ranks
         self.grad.zero_()

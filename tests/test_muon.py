@@ -11,8 +11,16 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from test_all import EXACT, check_ledger, check_masters
-from tests.harness import apart, holds, load, mutants, on_ranks, world
-from tests.test_zero import check_bypassed, check_failed, check_late, check_unsynced, wrap
+from tests.harness import apart, error_of, holds, load, mutants, on_ranks, world
+from tests.test_zero import (
+    chain,
+    check_bypassed,
+    check_compiled,
+    check_failed,
+    check_late,
+    check_unsynced,
+    wrap,
+)
 from tools.watch import noted
 
 
@@ -123,6 +131,20 @@ def check_zeroed(name):
     assert apart(*sums) == 0, "gradients from before zero_grad()"
 
 
+@on_ranks(1)
+def check_protected(name):
+    """What would go around the wrapper is refused, and says what to do."""
+    zero = chain(name)
+    uses = [zero.named_parameters, zero.state_dict, zero.bfloat16, zero.module[0].bfloat16]
+    uses += [partial(zero.requires_grad_, False), partial(zero.load_state_dict, {})]
+    uses += [partial(wrap, name, zero.module, torch.nn.Linear)]
+    for use in uses:
+        said = error_of(use)
+        assert "use parameters() and full_state_dict()" in said, f"{use} is not refused: {said}"
+    said = error_of(partial(wrap, name, torch.nn.Linear(2, 2), torch.nn.Bilinear))
+    assert "with a matrix" in said, f"no matrix: {said}"
+
+
 TIMELINE = """send 0 send 1 send 2 send 3 wait 1 wait 0 forward 1 wait 2 forward 2 wait 3 forward 3 forward 4
     backward 4 backward 3 reduce 3 backward 2 reduce 2 backward 1 reduce 1 reduce 0
     finish 0 finish 1 finish 2 finish 3"""  # 0 is the root, 1 the matrix of layers 1 and 4
@@ -154,7 +176,7 @@ def check_timeline(name):
 # In fp32 to the bit, on one rank: bf16 makes 1e-4 of what N ranks add up in another order.
 check_fp32 = partial(check, size=1, torchs=True, flags="--steps 3 --clip inf", tolerance=1e-7)
 CHECKS = [check_fp32, check_costs, check_timeline, check_module, check_zeroed]
-CHECKS += [check_failed, check_late, check_unsynced, check_bypassed]
+CHECKS += [check_failed, check_late, check_unsynced, check_bypassed, check_compiled, check_protected]
 test_each_promise_is_kept = holds("muon", *CHECKS)
 MUTANTS = [
     ("add_(param.grad", "add_(newton_schulz(param.grad) if param.dim() == 2 else param.grad", check,
@@ -175,7 +197,7 @@ MUTANTS = [
     ("if not self.accumulating:", "if True:", check_ledger, "broadcast: sent +"),
     ("self.accumulating = not self.is_last_backward", "self.accumulating = True", check, "numbers differ"),
     ("param.dtype, torch.float32", "param.dtype, param.dtype", check_masters, "moved by"),
-    ("self.param.copy_(self.shard.data)", "pass", check_masters, "moved by"),
+    ("unit.param.copy_(unit.shard.data)", "pass", check_masters, "moved by"),
     ("dist.broadcast(tensor.detach(), 0)", "pass", check_module, "weights differ"),
     ("self.shard.grad += self.grad", "self.shard.grad.copy_(self.grad)", check_module, "weights differ"),
     ("        self.grad.zero_()\n", "", check_module, "weights differ"),
@@ -185,6 +207,12 @@ MUTANTS = [
      check_timeline, "another order"),
     ("        if self.waiting:\n", "        if False:\n", check_failed, "goes on after"),
     ("if any(unit.broadcast_work", "if 0 and any(unit.broadcast_work", check_bypassed, "used"),
+    ('"named_parameters", ', "", check_protected, "is not refused"),
+    ('"load_state_dict", ', "", check_protected, "is not refused"),
+    ('"requires_grad_", ', "", check_protected, "is not refused"),
+    (', "_apply"', "", check_protected, "is not refused"),
+    ("self.module.state_dict = refuse_use", "pass", check_protected, "is not refused"),
+    ("if not matrices:", "if False:", check_protected, "no matrix"),
     ("is None or not self.is_last_backward:", "is None:", check_unsynced, "clipped"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "muon")

@@ -227,6 +227,7 @@ ON_GPU = [
     ("zero2 zero3", "self.reduce_work.wait()", "pass", FREES),
     ("zero2 zero3", "self.reduce_work.wait()", FREE_FIRST, FREES),
     ("muon", "self.broadcast_work.wait()", "pass", USES),
+    ("muon", "unit.reduce_work.wait()", "pass", USES),
     ("tensor_parallel zero_r", "        work.wait()\n", "", USES),
     ("sequence_parallel", "all_gather_work.wait()", "pass", USES),
     ("sequence_parallel", "reduce_scatter_work.wait()", "pass", USES),
