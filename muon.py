@@ -1,35 +1,47 @@
-"""ZeRO for Muon: as zero1.py, for an optimizer that needs whole matrices: each has an owner, who steps it.
+"""ZeRO-1 for Muon: as zero1.py, but a matrix is not cut into parts: one rank, its owner, updates all of it.
 
 Idea
-    Muon orthogonalizes the momentum of each hidden matrix by Newton-Schulz steps: half a matrix is no use. So
-    each matrix has an owner: gradients are reduced to it, it steps, and sends the new matrix to all. All else
-    goes zero1.py's way, with --optim. With --gather the matrices do, too: a rank has the momentum of 1/N of
-    each, and updates are all-gathered first (Distributed Muon, arXiv 2502.16982, section 2.3).
+    AdamW updates each number by itself, so in zero1.py a rank can update 1/N of any tensor. Muon cannot: it
+    orthogonalizes the momentum of a matrix (makes all singular values nearly 1), for which it needs the
+    entire matrix (arXiv 2502.16982). So each matrix of a transformer block has an owner. A reduce sums the
+    gradients of all ranks on the owner. Only the owner has the momentum and updates the matrix. Then a
+    broadcast sends the new matrix to all ranks. Each rank owns about as many numbers as the others.
 
-Timeline (a reduce-scatter is a reduce of each part to its rank: here parts are unequal)
-    compute |              | forward 1   | forward 2 | backward 2 | backward 1 |                     | step
-    network | send rest, 1 | broadcast 2 |           |            | reduce 2   | reduce 1, the rest  |
+    AdamW updates all other parameters, the root: embeddings, norms and biases. They become one flat tensor,
+    which is cut into N parts, one for each rank. So whatever travels, a unit, is a tensor with one owner: a
+    matrix or a part of the root. (If each part is reduced to its owner, this is a reduce-scatter. If each is
+    broadcast from its owner, this is an all-gather. So the root is treated as in zero1.py.)
 
-Memory (bytes; P parameters, H of them in matrices, of which the rank with most owns O; N ranks)
-    parameters    wP + c(O+(P-H)/N)     w a weight: fp32 4, bf16 2, fp64 8; c an fp32 copy: bf16 4
-    gradients     wP + m(O+(P-H)/N)     m a number that the optimizer sees: max(w, 4)
-    optimizer     mO + K(P-H)/N         K the moments: AdamW 2m, SGD 0
-    With --gather O is H/N, else a little more. AdamW would take 2m of a matrix's element, Muon takes m.
+Timeline (of the root and two matrices; bcast: broadcast)
+    compute |               | forward 1 | forward 2 | backward 2 | backward 1 |                | clip, step
+    network | bcast root, 1 | bcast 2   |           |            | reduce 2   | reduce 1, root |
 
-Sent (bytes that a rank sends in a step, in the mean: in a chain the last of N ranks sends nothing on)
-    reduce        wP(N-1)/N             together what zero1.py sends
-    broadcast     wP(N-1)/N             without --gather
-    broadcast     (wP+qH)(N-1)/N        with --gather, q a number in Newton-Schulz: bf16 2, with fp64 8
-    40% of a step's FLOPs are Newton-Schulz's, without --gather 8%.
+Memory (bytes on each of N ranks; P parameters, H of them in matrices; a rank owns at most O of the H)
+    parameters    wP + c(O+(P-H)/N)       w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
+    gradients     wP + m(O+(P-H)/N)       m = 4, for averages of what the rank owns
+    optimizer     mO + K(P-H)/N           K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
+    Muon has one moment, AdamW two. O is H/N, or more if matrices cannot be dealt out evenly.
+
+Sent (bytes, by each rank in each step; the mean over ranks)
+    reduce        wP(N-1)/N               in the last microbatch only
+    broadcast     wP(N-1)/N
 
 Run
     torchrun --nproc_per_node=2 muon.py
     torchrun --nproc_per_node=8 muon.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    What zero1.py leaves out; process groups, zero_grad(set_to_none=False), a step after a backward that fails
-    or was not `syncing`. Convolutions; query, key and value each for itself. All parts sent in one call. With
-    --gather: matrices that few ranks share, so that not all orthogonalize each; all-gathers ahead.
+    Distributed Muon (2502.16982, section 2.3) also cuts matrices into N parts, and gathers each one before
+    its update: that is even for any N, but all ranks orthogonalize all matrices. Owners share this work.
+    Convolutions are in the root. Query, key and value are orthogonalized as one matrix, which they are here.
+    Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
+    All ranks must call forward together and use matrices in the same order, or they hang or mix up gradients.
+    Not noticed: an optimizer of parameters() that is not elementwise; one of the module's own parameters, as
+    it was made before wrapping, which updates nothing; a parameter that is added or unfrozen after wrapping,
+    which is not trained, and a shard that is frozen, which is; root parameters of several dtypes, which get
+    the widest; torch's own clip_grad_norm_ and GradScaler, which look at what this rank owns; an update
+    before a step's last backward. A submodule that is called alone after an update has old weights.
+    After zero_grad(set_to_none=False) gradients of matrices, or of what other ranks own, may remain.
 """
 
 import argparse
@@ -45,109 +57,159 @@ import torch.distributed as dist
 import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten
 
 
-def newton_schulz(matrix):
-    """A matrix with the same singular vectors, and all singular values near 1 (between 0.7 and 1.2)."""
-    if matrix.shape[0] > matrix.shape[1]:
-        return newton_schulz(matrix.T).T  # xx' is then the smaller square
-    x = matrix / matrix.norm().clamp(min=1e-7)
-    for _ in range(5):  # x <- ax + (bxx' + c(xx')(xx'))x
-        gram = x @ x.T
-        gram = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, gram, x, beta=3.4445)
-    return x
+def newton_schulz(X):
+    """A matrix with X's singular vectors, and with singular values near 1 (0.7 to 1.2): nearly orthogonal."""
+    if X.shape[0] > X.shape[1]:
+        return newton_schulz(X.mT).mT  # X @ X.mT is then the smaller one of two squares
+    a, b, c = 3.4445, -4.7750, 2.0315
+    X = X / X.norm().clamp(min=1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        B = torch.addmm(A, A, A, beta=b, alpha=c)  # b * A + c * A @ A
+        X = torch.addmm(X, B, X, beta=a)  # a * X + B @ X
+    return X
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon for the matrices of these units, of which this rank has its shards.
+    """Updates the matrices that this rank owns, and sends nothing. torch.optim.Muon may take its place: with
+    adjust_lr_fn="match_rms_adamw" it does the same, but orthogonalizes fp64 matrices in bf16, too."""
 
-    Newton-Schulz computes in bf16, as there, but in fp64 if the shards are. All ranks must call step()."""
-
-    def __init__(self, units, lr=1e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="original"):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__([unit.shard for unit in units], defaults)
-        self.units = units
-        self.adjust_lr_fn = adjust_lr_fn
-        for unit in units:
-            self.state[unit.shard]["momentum_buffer"] = torch.zeros_like(unit.shard)
+    def __init__(self, matrices, lr):
+        super().__init__([{"params": matrices}], {"lr": lr})
+        for matrix in matrices:
+            self.state[matrix]["momentum"] = torch.zeros_like(matrix)
 
     @torch.no_grad()
     def step(self):
         (group,) = self.param_groups
-        for unit in self.units:
-            shard = unit.shard
-            momentum = self.state[shard]["momentum_buffer"].lerp_(shard.grad, 1 - group["momentum"])
-            update = shard.grad.lerp(momentum, group["momentum"])  # Nesterov's
-            matrix = unit.whole(update if update.dtype == torch.float64 else update.bfloat16())
-            if matrix is None:  # another rank owns it
-                continue
-            shard.mul_(1 - group["lr"] * group["weight_decay"])
-            direction = unit.part_of(newton_schulz(matrix).flatten())
-            shard.add_(direction, alpha=-group["lr"] * self.scale(*matrix.shape))
-
-    def scale(self, rows, columns):
-        """match_rms_adamw: updates are as large as AdamW's, and one lr serves both (2502.16982, 2.2)."""
-        if self.adjust_lr_fn == "original":
-            return max(1, rows / columns) ** 0.5
-        return 0.2 * max(rows, columns) ** 0.5
+        lr, weight_decay, beta = group["lr"], 0.1, 0.95
+        for matrix in group["params"]:
+            momentum = self.state[matrix]["momentum"].lerp_(matrix.grad, 1 - beta)
+            update = matrix.grad.lerp(momentum, beta)  # Nesterov's: it looks a step ahead
+            update = newton_schulz(update if update.dtype == torch.float64 else update.bfloat16())
+            scale = 0.2 * max(matrix.shape) ** 0.5  # the update is as large as AdamW's: one lr serves both
+            matrix.mul_(1 - lr * weight_decay)
+            matrix.add_(update, alpha=-lr * scale)
 
 
 class ZeROMuon(nn.Module):
-    """Shards the work of Muon, and of another optimizer for the rest, on a module over all ranks.
+    """Wraps a module, in which Muon updates the matrices of all submodules of unit_class. Without overlap, a
+    step would be
 
-    `units[1:]`, for Muon, are the matrices (2-D) in submodules of `unit_class` (a class or several); units[0]
-    is all else, with a `shard` for any elementwise torch optimizer, which must not take module.parameters().
-    After a backward with `syncing`, as a step's last must be, every shard's .grad is the ranks' mean."""
+        loss.backward()
+        for matrix in matrices:
+            reduce(matrix.grad, owner[matrix])  # the owner gets the sum of all ranks' gradients
+            if owner[matrix] == rank:
+                muon_update(matrix)
+            broadcast(matrix, owner[matrix])  # all ranks get the new matrix
 
-    def __init__(self, module, unit_class, gather=False):
+    This has two problems. Nothing is computed while messages travel. And while an owner computes an update,
+    all other ranks wait for the new matrix. So here a matrix's reduce starts as soon as backward has its
+    gradient, and backward goes on meanwhile. Then all ranks update at the same time, each its own matrices.
+    The broadcasts start with the next forward, in which each submodule waits only for its own matrices.
+
+    Make two optimizers after wrapping: Muon for `matrices`, a list of those that this rank owns, and an
+    elementwise one for parameters(), which is this rank's part of the root.
+    To accumulate gradients over several backwards, set is_last_backward to False for all but the last one."""
+
+    def __init__(self, module: nn.Module, unit_class: type):
         super().__init__()
         self.module = module
-        self.syncing = True
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, 0)
-        homes = find_matrices(module, unit_class)
-        if not homes or any(param._post_accumulate_grad_hooks for param in module.parameters()):
-            raise ValueError(f"there is no matrix in a {unit_class}, or the module is wrapped already")
-        rest = [param for param in module.parameters() if param.requires_grad and param not in homes]
-        owners, self.imbalance = assign_owners(homes, dist.get_world_size())
-        self.units = [Unit(self, module, rest)]
-        for matrix, home in homes.items():
-            self.units.append(Unit(self, home, [matrix], None if gather else owners[matrix]))
-        module.register_forward_pre_hook(self._begin_forward, prepend=True)
+        self.is_last_backward = True
+        self.accumulating = False  # between the backwards of a step: there are no new weights then
+        self.waiting = set()  # during backward: the parameters that do not have their gradient yet
+        # All ranks start from rank 0's weights and buffers.
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+        self.root_units, self.matrix_units, self.grad_sums = find_units(module, unit_class)
+        self.units = [*self.root_units, *self.matrix_units.values()]
+        self.shards = [unit.shard for unit in self.units if unit.is_own]
+        self.matrices = self.shards[1:]  # the first is of the root
+        # Autograd calls _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would
+        # keep the model.)
+        self.hook = self._gradient_ready
+        for param in self.grad_sums:
+            param.register_post_accumulate_grad_hook(proxy(self.hook))
+        module.register_forward_pre_hook(self._pre_forward, prepend=True)  # runs first
         self._protect()
 
     def parameters(self, recurse=True):
-        return iter([unit.shard for unit in self.units])
+        return iter(self.shards[:1])
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def _begin_forward(self, *_):
-        for unit in self.units:
-            unit.unshard()
+    def _pre_forward(self, *_):
+        self._check()
+        # The new weights start to travel, all at once, and each submodule's forward waits for its own. (Not
+        # earlier: this class does not see the update.)
+        if not self.accumulating:
+            self._start_broadcasts()
 
-    def clip_grad_norm_(self, max_norm):
+    def _start_broadcasts(self):
+        for unit in self.units:
+            if unit.is_own:
+                unit.param.copy_(unit.shard.data)  # for bf16
+        for unit in self.units:
+            unit.start_broadcast()
+
+    def _gradient_ready(self, param):
+        if not self.waiting:  # this is the first gradient of this backward
+            self.waiting.update(self.grad_sums)
+            # Autograd calls _end_backward when this whole backward is done.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self.shards[0].grad is None:  # this is the first gradient since zero_grad()
+            for shard in self.shards:
+                shard.grad = torch.zeros_like(shard)
+            for unit in self.units:
+                unit.grad.zero_()
+        self.waiting.remove(param)
+        self.grad_sums[param].add_(param.grad, alpha=1 / dist.get_world_size())  # so the sum is an average
+        param.grad = None
+        # A matrix's gradient travels while backward computes the next ones.
+        if self.is_last_backward and param in self.matrix_units:
+            self.matrix_units[param].start_reduce()
+
+    def _end_backward(self):
+        self._check()
+        if self.is_last_backward:
+            # The root gets its last gradient at the end, from the embedding: only now can these start.
+            for unit in self.root_units:
+                unit.start_reduce()
+            for unit in self.units:
+                unit.reduce_work.wait()
+            for unit in self.units:
+                unit.finish_reduce()
+        self.accumulating = not self.is_last_backward
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [unit.shard.grad for unit in self.units]
-        if any(grad is None for grad in grads):
-            raise RuntimeError("clip after backward, in which all parameters must get a gradient")
+        grads = [shard.grad for shard in self.shards]
+        if grads[0] is None or not self.is_last_backward:
+            raise RuntimeError("clip after a step's last backward, which must have is_last_backward = True")
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
-    @torch.no_grad()
     def full_state_dict(self):
         """The plain module's state_dict. All ranks must call it."""
+        self._start_broadcasts()
         for unit in self.units:
-            unit.unshard()
-            unit.wait_for_unshard()
+            unit.wait_broadcast()
         return nn.Module.state_dict(self.module)
 
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
+
+    def _check(self):
+        if self.waiting:
+            raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
+        if any(unit.broadcast_work for unit in self.units):
+            raise RuntimeError("the weights of a unit were used, but its forward was not called")
 
     def _protect(self):
         for submodule in self.modules():
@@ -161,135 +223,100 @@ def refuse_use(*args, **kwargs):
 
 
 class Unit:
-    """Parameters of a module as one flat vector. `shard`, an nn.Parameter, is this rank's part: 1/N, or, if
-    there is an owner, all or nothing; fp32 for bf16. Parameters become views of flat_param, through .data: an
-    all-gather between a forward and its backward is then no error. Gradients move into views of flat_grad."""
+    """A tensor that one rank owns: a matrix, or 1/N of the root. Its gradients add up in grad.
 
-    def __init__(self, zero, module, params, owner=None):
-        self.zero = zero
-        self.weights = params
+    On its owner it has a shard, which an optimizer updates: in bf16 an fp32 copy, else the same memory."""
+
+    def __init__(self, submodule, param, grad, owner):
+        self.param = param
+        self.grad = grad
         self.owner = owner
-        self.world_size = dist.get_world_size()
-        self.flat_param = torch.cat([param.detach().flatten() for param in params])
-        self.flat_grad = torch.zeros_like(self.flat_param)
-        self.cuts = self.world_size  # equal parts, or only the owner's is not empty
-        if owner is not None:
-            self.cuts = [0] * owner + [len(self.flat_param)] * (self.world_size - 1 - owner)
-        part = self.part_of(self.flat_param)
-        self.shard = nn.Parameter(part.to(torch.promote_types(part.dtype, torch.float32)))
-        self.hook = self.gradient_ready
-        for weight, view in zip(params, unflatten(self.flat_param, params)):
-            weight.data = view
-            weight.register_post_accumulate_grad_hook(proxy(self.hook))  # a strong one is never freed
-        self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
-        self.all_gather_works = []
-        self.reduce_works = []
-        self.unreduced = False  # whether flat_grad has gradients still to be reduced
-        module.register_forward_pre_hook(self.wait_for_unshard, prepend=True)
+        self.is_own = owner == dist.get_rank()
+        if self.is_own:
+            self.shard = nn.Parameter(param.to(torch.promote_types(param.dtype, torch.float32)))
+        self.broadcast_work = None
+        submodule.register_forward_pre_hook(self.wait_broadcast, prepend=True)
 
-    def part_of(self, flat):
-        return flat.tensor_split(self.cuts)[dist.get_rank()]
+    def start_broadcast(self):
+        self.broadcast_work = dist.broadcast(self.param, self.owner, async_op=True)
 
-    def start(self, collective, flat):
-        """Start to broadcast each part from its rank, or to reduce it to its rank."""
-        parts = enumerate(flat.tensor_split(self.cuts))
-        return [collective(part, rank, async_op=True) for rank, part in parts if len(part)]
-
-    def unshard(self):
-        """Start to all-gather the weights, if a step may have changed the shards, and for no_grad()."""
-        self.fresh = self.shard.grad is None or not torch.is_grad_enabled()
-        if self.fresh:
-            self.part_of(self.flat_param).copy_(self.shard.data)  # in fp32 the same memory
-            self.all_gather_works = self.start(dist.broadcast, self.flat_param)
-
-    def wait_for_unshard(self, *_):
-        for work in self.all_gather_works:
-            work.wait()
-
-    def gradient_ready(self, weight):
-        """Move a weight's gradient into flat_grad. In a step's last backward, start to reduce a matrix's."""
-        if self.shard.grad is None:
-            if not self.fresh:
-                raise RuntimeError("zero_grad() after forward: call it between step() and forward")
-            self.flat_grad.zero_()
-            self.shard.grad = torch.zeros_like(self.shard)
-        self.grad_views[weight].add_(weight.grad, alpha=1 / self.world_size)  # the ranks' sum is a mean
-        weight.grad = None
-        self.unreduced = True
-        if self.zero.syncing:
-            if len(self.weights) == 1:  # the others' last gradient comes at the end
-                self.start_reduce()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_reduce)  # after backward
+    def wait_broadcast(self, *_):
+        if self.broadcast_work:
+            self.broadcast_work.wait()
+            self.broadcast_work = None
 
     def start_reduce(self):
-        self.unreduced = False
-        self.reduce_works = self.start(dist.reduce, self.flat_grad)
+        self.reduce_work = dist.reduce(self.grad, self.owner, async_op=True)
 
     def finish_reduce(self):
-        """Wait for the reduces, if there are any, and take the ranks' mean."""
-        if self.unreduced:
-            self.start_reduce()
-        for work in self.reduce_works:
-            work.wait()
-        if self.reduce_works:
-            self.reduce_works = []
-            self.shard.grad.add_(self.part_of(self.flat_grad))
-            self.flat_grad.zero_()
+        if self.is_own:
+            self.shard.grad += self.grad  # the average over all ranks
+        self.grad.zero_()
 
-    def whole(self, update):
-        """A matrix of which this rank has its part. None if that is empty."""
-        if self.owner is None:
-            flat_update = update.new_empty(len(self.flat_param))
-            self.part_of(flat_update).copy_(update)
-            for work in self.start(dist.broadcast, flat_update):
-                work.wait()
-            update = flat_update
-        return update.view(self.weights[0].shape) if len(update) else None
+
+def find_units(module, unit_class):
+    """([the root's unit of each rank], {matrix: its unit}, {parameter: the sum of its gradients so far})"""
+    matrices = find_matrices(module, unit_class)
+    params = [param for param in module.parameters() if param.requires_grad]
+    root = [param for param in params if param not in matrices]
+    if not matrices:
+        raise ValueError(f"the module has no {unit_class} with a matrix that can be trained")
+    n_ranks = dist.get_world_size()
+    grad_sums = {param: torch.zeros_like(param) for param in params}
+    # The root's parameters, and its gradients, become views of a flat tensor, of which each rank owns a part.
+    param_parts = flatten(root).tensor_split(n_ranks)
+    grad_parts = flatten([grad_sums[param] for param in root]).tensor_split(n_ranks)
+    parts = zip(param_parts, grad_parts, range(n_ranks))
+    root_units = [Unit(module, *part) for part in parts]
+    matrix_units = {}
+    owners = assign_owners(matrices, n_ranks)
+    for matrix, submodule in matrices.items():
+        matrix_units[matrix] = Unit(submodule, matrix.data, grad_sums[matrix], owners[matrix])
+    return root_units, matrix_units, grad_sums
+
+
+def flatten(tensors):
+    """Make these tensors views of a flat one, and return it."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    nn.utils.vector_to_parameters(flat, tensors)
+    return flat
 
 
 def find_matrices(module, unit_class):
-    """{matrix: the submodule whose forward needs it}, `module` for those that several have."""
-    homes = {}
+    """{matrix: the submodule that uses it}: the module itself, if several do."""
+    users = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
             for param in submodule.parameters():
                 if param.requires_grad and param.dim() == 2:
-                    homes[param] = module if param in homes else submodule
-    return homes
+                    users[param] = module if param in users else submodule
+    return users
 
 
 def assign_owners(matrices, world_size):
-    """({matrix: rank}, the most FLOPs of a rank / the mean). The largest first, to the rank with fewest."""
+    """{matrix: rank}: the largest first, each to the rank that owns the least so far."""
     owners = {}
-    flops = [0] * world_size
-    for matrix in sorted(matrices, key=flops_of, reverse=True):
-        owners[matrix] = flops.index(min(flops))
-        flops[owners[matrix]] += flops_of(matrix)
-    return owners, max(flops) * world_size / sum(flops)
-
-
-def flops_of(matrix):
-    p, q = sorted(matrix.shape)
-    return 5 * 2 * p * p * (2 * q + p)
+    owned = [0] * world_size
+    for matrix in sorted(matrices, key=torch.numel, reverse=True):
+        owners[matrix] = owned.index(min(owned))
+        owned[owners[matrix]] += matrix.numel()
+    return owners
 
 
 def train(config):
-    device, text = set_up(config, f" | {config.adjust_lr_fn}{' gather' * config.gather}")
+    device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
-    model = ZeROMuon(model, Block, config.gather)
-    if rank == 0:
-        print(f"Newton-Schulz by owners: the most loaded rank has {model.imbalance:.2f} of the mean")
-    rest, *matrices = model.units
-    optimizer = OPTIMIZERS[config.optim]([rest.shard], lr=config.lr, fused=True)
-    muon = Muon(matrices, lr=config.lr, adjust_lr_fn=config.adjust_lr_fn)
+    model = ZeROMuon(model, Block)
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    muon = Muon(model.matrices, lr=config.lr)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+            model.is_last_backward = i == config.accum
+            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
             microloss = mean_loss(model(inputs), targets) / config.accum
-            model.syncing = i == config.accum
             microloss.backward()
             loss += microloss.detach()
         grad_norm = model.clip_grad_norm_(config.clip)
@@ -305,10 +332,7 @@ def train(config):
 
 
 def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--gather", action="store_true", help="matrices sharded, their updates all-gathered")
-    own.add_argument("--adjust-lr-fn", default="match_rms_adamw", choices=["match_rms_adamw", "original"])
-    return read_flags(arguments, own)
+    return read_flags(arguments)
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -47,7 +47,7 @@ def ddp_with_muon(options, lesson, config, device):
     peer = ddp(options, lesson, config, device)
     matrices = lesson.find_matrices(peer.model, lesson.Block)
     rest = [param for param in peer.model.parameters() if param not in matrices]
-    muon = torch.optim.Muon(matrices, lr=config.lr, adjust_lr_fn=config.adjust_lr_fn)
+    muon = torch.optim.Muon(matrices, lr=config.lr, adjust_lr_fn="match_rms_adamw")
     peer.optimizer = lesson.OPTIMIZERS[config.optim](rest, lr=config.lr, fused=True)
     peer.optimizer.register_step_post_hook(lambda *_: muon.step())
     return peer

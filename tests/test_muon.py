@@ -1,8 +1,8 @@
 """What is special to muon.py: Newton-Schulz of whole, reduced matrices, once a step, by even owners."""
 
 import copy
+from collections import Counter
 from functools import cache, partial
-from itertools import product
 from unittest import mock
 
 import pytest
@@ -12,10 +12,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from test_all import EXACT, check_ledger, check_masters
 from tests.harness import apart, error_of, holds, load, mutants, on_ranks, world
+from tests.test_zero import (
+    chain,
+    check_bypassed,
+    check_compiled,
+    check_failed,
+    check_late,
+    check_unsynced,
+    wrap,
+)
 from tools.watch import noted
 
 
-def plain_step(momenta, lr=1e-3, adjust_lr_fn="original"):
+def plain_step(momenta, lr=1e-3):
     """Muon's formula, in the dtype of the matrices, the keys of momenta."""
     for matrix, momentum in momenta.items():
         momentum.copy_(0.95 * momentum + 0.05 * matrix.grad)
@@ -24,17 +33,16 @@ def plain_step(momenta, lr=1e-3, adjust_lr_fn="original"):
         for _ in range(5):
             a = x @ x.T
             x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-        scale = {"match_rms_adamw": 0.04 * max(x.shape), "original": max(1, x.shape[0] / x.shape[1])}
-        matrix.data = (1 - lr * 0.1) * matrix.data - lr * scale[adjust_lr_fn] ** 0.5 * x
+        matrix.data = (1 - lr * 0.1) * matrix.data - lr * 0.2 * max(x.shape) ** 0.5 * x
 
 
-def both(torchs, adjust, params, lr, fused):
+def both(torchs, params, lr, fused):
     """An optimizer of a plain GPT: torch's Muon or plain_step() for its matrices, AdamW for the rest."""
     tokens, positions, *others = params
     adamw = torch.optim.AdamW([tokens, positions, *(p for p in others if p.dim() < 2)], lr=lr, fused=fused)
     momenta = {p: torch.zeros_like(p.data) for p in others if p.dim() == 2}
-    theirs = torch.optim.Muon(momenta, lr, adjust_lr_fn=adjust)
-    adamw.register_step_post_hook(lambda *_: theirs.step() if torchs else plain_step(momenta, lr, adjust))
+    theirs = torch.optim.Muon(momenta, lr, adjust_lr_fn="match_rms_adamw")
+    adamw.register_step_post_hook(lambda *_: theirs.step() if torchs else plain_step(momenta, lr))
     return adamw
 
 
@@ -53,28 +61,30 @@ def run(name, flags, optimizer=None, bf16=False):
 expected = cache(lambda flags, *how: world(1).run(run, "single", flags, partial(both, *how))[0])
 
 
-def check(name, size=3, own="", torchs=False, flags=f"{EXACT} --batch 72 --accum 3", tolerance=1e-12):
+def check(name, size=3, torchs=False, flags=f"{EXACT} --batch 72 --accum 3", tolerance=1e-12):
     """Losses, norms and weights are one process's; with torch's Muon in fp64 both cast to bf16."""
-    numbers = world(size).run(run, name, f"{flags} {own}", None, torchs and "fp64" in flags)[0]
-    adjust = "original" if "original" in own else "match_rms_adamw"
-    assert apart(numbers, expected(flags, torchs, adjust)) < tolerance, "numbers differ"
+    numbers = world(size).run(run, name, flags, None, torchs and "fp64" in flags)[0]
+    assert apart(numbers, expected(flags, torchs)) < tolerance, "numbers differ"
 
 
-WAYS = ["", "--gather", "--gather --adjust-lr-fn original"]
-
-
-@pytest.mark.parametrize("size, own", [*product([1, 2, 3, 4], WAYS), (8, "")])
-def test_training_is_that_of_one_process(size, own):
-    check("muon", size, own, flags=f"{EXACT} --batch 24")
-    check("muon", size, own)
-    check("muon", size, own, True)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_training_is_that_of_one_process(size):
+    check("muon", size, flags=f"{EXACT} --batch 24")
+    check("muon", size)
+    check("muon", size, True)
 
 
 def check_costs(name):
-    """Owners are even, and Newton-Schulz takes the docstring's FLOPs."""
+    """Owners are even, and Newton-Schulz takes as many FLOPs as tools/formulas.py says."""
     lesson = load(name)
     matrices = lesson.find_matrices(lesson.GPT(lesson.parse(["--size", "small"])), lesson.Block)
-    found = [lesson.assign_owners(matrices, ranks)[1] for ranks in (2, 3, 4, 8)]
+    found = []
+    for ranks in (2, 3, 4, 8):
+        flops = Counter()
+        for matrix, owner in lesson.assign_owners(matrices, ranks).items():
+            p, q = sorted(matrix.shape)
+            flops[owner] += 5 * 2 * p * p * (2 * q + p)
+        found.append(max(flops.values()) * ranks / flops.total())
     assert found == pytest.approx((1, 1, 43 / 42, 46 / 42)), f"owners are less even: {found}"
     with FlopCounterMode(display=False) as counter:
         lesson.newton_schulz(torch.randn(108, 36))
@@ -82,7 +92,7 @@ def check_costs(name):
 
 
 @on_ranks(3)
-def check_module(name, gather=False):
+def check_module(name):
     """A module that uses its layers' weights ends in those of the plain one; an evaluation sees a step."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 12, dropout=0, batch_first=True)
@@ -90,13 +100,13 @@ def check_module(name, gather=False):
     lesson, model = load(name), copy.deepcopy(plain)
     for tensor in model.state_dict().values():
         tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
-    zero = lesson.ZeROMuon(model, torch.nn.TransformerEncoderLayer, gather)
+    zero = lesson.ZeROMuon(model, torch.nn.TransformerEncoderLayer)
     momenta = {param: torch.zeros_like(param.data) for param in plain.parameters() if param.dim() == 2}
-    steps = partial(plain_step, momenta), lesson.Muon(zero.units[1:]).step
-    rests = [param for param in plain.parameters() if param.dim() < 2], [zero.units[0].shard]
+    steps = partial(plain_step, momenta), lesson.Muon(zero.matrices, 1e-3).step
+    rests = [param for param in plain.parameters() if param.dim() < 2], [*zero.parameters()]
     for x in torch.randn(3, 6, 5, 8, dtype=torch.float64):
         for each, step, rest, own in zip((plain, zero), steps, rests, (x, x.chunk(3)[dist.get_rank()])):
-            for each.syncing in False, True, True:
+            for each.is_last_backward in False, True, True:
                 (each(own) ** 3).mean().backward()
             with torch.no_grad():
                 step()
@@ -105,15 +115,45 @@ def check_module(name, gather=False):
             each.zero_grad()
             assert torch.equal(evaluated, each(own)), "evaluated before the step"
     assert apart(zero.full_state_dict(), plain.state_dict()) < 1e-12, "weights differ"
-    zero(own).sum().backward()
-    loss = zero(own).sum()
-    zero.zero_grad()
-    assert "zero_grad() after" in error_of(loss.backward), "old weights are taken"
 
 
-TIMELINE = """unshard 0 unshard 1 unshard 2 unshard 3 wait 1 wait 0 forward 1 wait 2 forward 2 wait 3
-    forward 3 forward 4 backward 4 backward 3 start 3 backward 2 start 2 backward 1 start 1 finish 0 start 0
-    finish 3 finish 2 finish 1"""  # 0 is the rest, 1 the matrix of layers 1 and 4
+@on_ranks(2)
+def check_zeroed(name):
+    """zero_grad() may come between forward and backward, and before a step's last backward, to begin anew."""
+    _, zero = wrap(name, torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), torch.nn.Linear)
+    sums = []
+    for lasts in [True], [False, True]:
+        for zero.is_last_backward in lasts:
+            loss = zero(torch.ones(3)).sum()
+            zero.zero_grad()
+            loss.backward()
+        sums.append([shard.grad.sum() for shard in zero.shards])
+    assert apart(*sums) == 0, "gradients from before zero_grad()"
+
+
+@on_ranks(1)
+def check_protected(name):
+    """What would go around the wrapper is refused, and says what to do."""
+    zero = chain(name)
+    uses = [zero.named_parameters, zero.state_dict, zero.bfloat16, zero.module[0].bfloat16]
+    uses += [partial(zero.requires_grad_, False), partial(zero.load_state_dict, {})]
+    uses += [partial(wrap, name, zero.module, torch.nn.Linear)]
+    for use in uses:
+        said = error_of(use)
+        assert "use parameters() and full_state_dict()" in said, f"{use} is not refused: {said}"
+    said = error_of(partial(wrap, name, torch.nn.Linear(2, 2), torch.nn.Bilinear))
+    assert "with a matrix" in said, f"no matrix: {said}"
+
+
+TIMELINE = """send 0 send 1 send 2 send 3 wait 1 wait 0 forward 1 wait 2 forward 2 wait 3 forward 3 forward 4
+    backward 4 backward 3 reduce 3 backward 2 reduce 2 backward 1 reduce 1 reduce 0
+    finish 0 finish 1 finish 2 finish 3"""  # 0 is the root, 1 the matrix of layers 1 and 4
+WORDS = {
+    "start_broadcast": "send",
+    "wait_broadcast": "wait",
+    "start_reduce": "reduce",
+    "finish_reduce": "finish",
+}
 
 
 @on_ranks(2)
@@ -125,8 +165,8 @@ def check_timeline(name):
     for i, layer in enumerate(model, 1):
         layer.register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
         layer.register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
-    for name in "unshard", "wait_for_unshard", "start_reduce", "finish_reduce":
-        note = lambda unit, *_, word=name.split("_")[0]: log.append(f"{word} {zero.units.index(unit)}")  # noqa
+    for name, word in WORDS.items():  # two ranks, so units 0 and 1 are the root's
+        note = lambda unit, *_, word=word: log.append(f"{word} {max(1, zero.units.index(unit)) - 1}")  # noqa
         setattr(lesson.Unit, name, noted(getattr(lesson.Unit, name), note))
     zero = lesson.ZeROMuon(model, torch.nn.Linear)
     zero(torch.randn(2, 4)).sum().backward()
@@ -135,28 +175,44 @@ def check_timeline(name):
 
 # In fp32 to the bit, on one rank: bf16 makes 1e-4 of what N ranks add up in another order.
 check_fp32 = partial(check, size=1, torchs=True, flags="--steps 3 --clip inf", tolerance=1e-7)
-CHECKS = [check_fp32, check_costs, check_timeline, check_module]
-test_each_promise_is_kept = holds("muon", *CHECKS, partial(check_module, gather=True))
-check_original = partial(check, own="--adjust-lr-fn original")
+CHECKS = [check_fp32, check_costs, check_timeline, check_module, check_zeroed]
+CHECKS += [check_failed, check_late, check_unsynced, check_bypassed, check_compiled, check_protected]
+test_each_promise_is_kept = holds("muon", *CHECKS)
 MUTANTS = [
-    ("add_(weight.grad", "add_(newton_schulz(weight.grad) if self.owner else weight.grad", check, "numbers"),
+    ("add_(param.grad", "add_(newton_schulz(param.grad) if param.dim() == 2 else param.grad", check,
+     "numbers differ"),
+    ("1 / dist.get_world_size()", "1", check, "numbers differ"),
     ("loss += microloss.detach()", "loss += microloss.detach(); muon.step()", check, "numbers differ"),
-    ("newton_schulz(matrix.T).T", "newton_schulz(matrix.T)", check, "numbers differ"),
-    ("if matrix.shape[0] > matrix.shape[1]", "if False", check_costs, "other FLOPs"),
-    ("max(1, rows / columns)", "max(1, columns / rows)", check_original, "numbers differ"),
-    ("self.all_gather_works = self.start(dist.broadcast, self.flat_param)", "pass", check, "numbers differ"),
-    ("([rest.shard], lr", "(model.parameters(), lr", check_ledger, "optimizer: +"),
-    ('shard.grad.lerp(momentum, group["momentum"])', "momentum", check, "numbers differ"),
-    ('1 - group["lr"] * group["weight_decay"]', "1", check, "numbers differ"),
+    ("newton_schulz(X.mT).mT", "newton_schulz(X.mT).reshape(X.shape)", check, "numbers differ"),
+    ("if X.shape[0] > X.shape[1]", "if False", check_costs, "other FLOPs"),
+    ("0.2 * max(matrix.shape)", "0.2 * min(matrix.shape)", check, "numbers differ"),
+    ("self.broadcast_work = dist.broadcast(self.param, self.owner, async_op=True)", "pass", check,
+     "numbers differ"),
+    ("(model.parameters(), lr", "(model.shards, lr", check_ledger, "optimizer: +"),
+    ("matrix.grad.lerp(momentum, beta)", "momentum", check, "numbers differ"),
+    ("1 - lr * weight_decay", "1", check, "numbers differ"),
     ("else update.bfloat16()", "else update", check_fp32, "numbers differ"),
     ("reverse=True", "reverse=False", check_costs, "less even"),
-    ("if self.zero.syncing:", "if True:", check_ledger, "reduce: sent +"),
-    ("part.dtype, torch.float32", "part.dtype, part.dtype", check_masters, "moved by"),
-    ("self.part_of(self.flat_param).copy_(self.shard.data)", "pass", check_masters, "moved by"),
-    ("dist.broadcast(tensor, 0)", "pass", check_module, "weights differ"),
-    (" or not torch.is_grad_enabled()", "", check_module, "evaluated before"),
-    ("if not self.fresh:", "if False:", check_module, "old weights"),
-    ("module if param in homes else submodule", "submodule", check_timeline, "another order"),
-    ("if len(self.weights) == 1:", "if False:", check_timeline, "another order"),
+    ("if self.is_last_backward and param", "if param", check_ledger, "reduce: sent +"),
+    ("if not self.accumulating:", "if True:", check_ledger, "broadcast: sent +"),
+    ("self.accumulating = not self.is_last_backward", "self.accumulating = True", check, "numbers differ"),
+    ("param.dtype, torch.float32", "param.dtype, param.dtype", check_masters, "moved by"),
+    ("unit.param.copy_(unit.shard.data)", "pass", check_masters, "moved by"),
+    ("dist.broadcast(tensor.detach(), 0)", "pass", check_module, "weights differ"),
+    ("self.shard.grad += self.grad", "self.shard.grad.copy_(self.grad)", check_module, "weights differ"),
+    ("        self.grad.zero_()\n", "", check_module, "weights differ"),
+    ("                unit.grad.zero_()", "                pass", check_zeroed, "from before zero_grad()"),
+    ("module if param in users else submodule", "submodule", check_timeline, "another order"),
+    ("self.matrix_units[param].start_reduce()", "self.root_units.append(self.matrix_units[param])",
+     check_timeline, "another order"),
+    ("        if self.waiting:\n", "        if False:\n", check_failed, "goes on after"),
+    ("if any(unit.broadcast_work", "if 0 and any(unit.broadcast_work", check_bypassed, "used"),
+    ('"named_parameters", ', "", check_protected, "is not refused"),
+    ('"load_state_dict", ', "", check_protected, "is not refused"),
+    ('"requires_grad_", ', "", check_protected, "is not refused"),
+    (', "_apply"', "", check_protected, "is not refused"),
+    ("self.module.state_dict = refuse_use", "pass", check_protected, "is not refused"),
+    ("if not matrices:", "if False:", check_protected, "no matrix"),
+    ("is None or not self.is_last_backward:", "is None:", check_unsynced, "clipped"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "muon")

@@ -226,7 +226,8 @@ ON_GPU = [
     ("diloco zero1", "self.reduce_work.wait()", "pass", USES),
     ("zero2 zero3", "self.reduce_work.wait()", "pass", FREES),
     ("zero2 zero3", "self.reduce_work.wait()", FREE_FIRST, FREES),
-    ("muon", "            work.wait()\n\n    def grad", "            pass\n\n    def grad", USES),
+    ("muon", "self.broadcast_work.wait()", "pass", USES),
+    ("muon", "unit.reduce_work.wait()", "pass", USES),
     ("tensor_parallel zero_r", "        work.wait()\n", "", USES),
     ("sequence_parallel", "all_gather_work.wait()", "pass", USES),
     ("sequence_parallel", "reduce_scatter_work.wait()", "pass", USES),
@@ -255,7 +256,7 @@ UNBATCHED = """    for op in ops:
 ORDER = [
     ("ddp", "dist.all_reduce(loss)", ALONE_IN, MEET),
     ("zero1", "all_reduce(squares)", "all_reduce(squares[None][: dist.get_rank()])", MEET),
-    ("muon", "(part, rank, async_op", "(part, dist.get_rank(), async_op", MEET),
+    ("muon", "broadcast(self.param, self.owner", "broadcast(self.param, dist.get_rank()", MEET),
     ("zero3", "broadcast(self.flat_param, 0", "broadcast(self.flat_param, dist.get_rank()", MEET),
     ("expert_parallel", "rows, received, sent,", "rows, received[::-1], sent,", MEET),
     ("parallel_3d", "ranks, axis, -1)", "ranks, axis, -1)[:: -1 if dist.get_rank() else 1]", MEET),

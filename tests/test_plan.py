@@ -261,14 +261,11 @@ def check_other_lessons(name):
         found = plan.row(job, "DiLoCo")["bytes"]
         assert found["sent_per_step"] == values.pop("all-reduce") // 100, "diloco.py sends another number"
         assert found["sum"] - found["activations"] == sum(values.values()), "diloco.py holds another number"
-        letters, values = docstring_of("muon", f"--dtype {dtype} --gather")
+        letters, values = docstring_of("muon", f"--dtype {dtype}")  # whose owners are even
         held = plan.row(plan.changed(job, optimizer="muon"), "ZeRO-1")["bytes"]
         lesson = values["parameters"] + values["optimizer"], values["gradients"] - letters["P"]
         assert lesson == (held["parameters"] + held["optimizer"], held["gradients"]), "holds another number"
-        ratio = (values["reduce"] + values["broadcast"]) / held["sent_per_step"]
-        assert 1 < ratio <= (1.25 if dtype == "fp32" else 1.5), "not (1, 1.25] of AdamW's (2502.16982)"
-        _, owned = docstring_of("muon", f"--dtype {dtype}")
-        assert owned["reduce"] + owned["broadcast"] == held["sent_per_step"], "other bytes"
+        assert values["reduce"] + values["broadcast"] == held["sent_per_step"], "other bytes"
 
 
 def test_json_is_the_table_in_bytes_and_curves_are_of_what_fits(tmp_path):

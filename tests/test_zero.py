@@ -22,7 +22,8 @@ def wrap(name, model, unit_class, **options):
     if stem == "single":
         model.clip_grad_norm_ = lambda max_norm: lesson.clip_grad_norm_(model.parameters(), max_norm)
         return lesson, model
-    wrapper = next(each for key, each in vars(lesson).items() if key.lower() == stem)
+    classes = {key.lower(): each for key, each in vars(lesson).items()}
+    wrapper = classes["zeromuon" if stem == "muon" else stem]
     if stem == "hsdp":  # two copies of two ranks, else of one
         options = {"shard_size": 1 + (dist.get_world_size() == 4)} | options
     return lesson, wrapper(model, *([] if stem == "ddp" else [unit_class]), **options)

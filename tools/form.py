@@ -22,7 +22,7 @@ LESSONS = {  # tokens of the technique
     "zero2.py": 1720,
     "zero3.py": 2250,
     "hsdp.py": 2585,
-    "muon.py": 2155,
+    "muon.py": 1948,
     "diloco.py": 1900,
     "offload.py": 2100,
     "tensor_parallel.py": 1890,

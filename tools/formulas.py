@@ -63,9 +63,8 @@ zero3              compute  Qkbs
 zero3              exposed  6(N-1)A+kmax(nw(E+U),nwP-min(1,f)Y)+kmax(nw(E+U),nw(2P-E-(1+f)U)-2Y)
 hsdp               compute  Qkbs
 hsdp               exposed  8(N-1)A+2kw(E+U)(F-1)/F+max(2w(U/F)(N-F)/N,2w(P/F)(N-F)/N-2Y)
-muon               compute  Qkbs+280Lhhh/N          without --gather: 5 x 2pp(2q+p) for a p x q matrix, p <= q
-muon               compute  Qkbs+280Lhhh            with --gather, as in DDP
-muon               exposed  6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    without --gather
+muon               compute  Qkbs+280Lhhh/N          5 x 2pp(2q+p) for a p x q matrix, p <= q
+muon               exposed  6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)
 diloco             compute  HQkbs
 diloco             exposed  2n(mP+NA)               without --delay; with it nothing, if H steps take longer
 offload            compute  Qkbs

@@ -6,9 +6,8 @@ of b sequences each; w bytes of a weight, m of a shard (fp32 at least), c of an 
 of a parameter's optimizer state; G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1
 over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
-is its mean. H parameters in Muon's matrices, O of them on the rank with most, q bytes of a number in
-Newton-Schulz, o bytes of an outer momentum. H are diloco.py's steps from exchange to exchange; letters of
-time alone stand in tools/formulas.py, at TIME.
+is its mean. H parameters in Muon's matrices, O of them on the rank with most; o bytes of an outer momentum.
+H are diloco.py's steps from exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
 """
 
 import re
@@ -75,14 +74,13 @@ def letters_of(lesson, config, ranks, backend):
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
     if hasattr(config, "outer_lr"):
         letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
-    if hasattr(config, "gather"):
+    if hasattr(lesson, "assign_owners"):
         matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
         owned = Counter()
-        for matrix, owner in lesson.assign_owners(matrices, ranks)[0].items():
+        for matrix, owner in lesson.assign_owners(matrices, ranks).items():
             owned[owner] += matrix.numel()
         letters["H"] = sum(owned.values())
-        letters["O"] = letters["H"] / ranks if config.gather else max(owned.values())
-        letters["q"] = 8 if config.dtype == "fp64" else 2
+        letters["O"] = max(owned.values())
     return letters
 
 
