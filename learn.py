@@ -36,8 +36,8 @@ EXERCISES = ROOT / "exercises"
 PATH = """
 single                | / config.accum | 5 | a microbatch's loss: gradients add up, and a mean is wanted
 single-clip           | clip_grad_norm_ | 10 | one norm of all; scale by max_norm / (norm + 1e-6), at most 1
-collectives           | ring_reduce_scatter | 20 | N - 1 times: send a chunk on, add the one that comes
-collectives-gather    | ring_all_gather | 10 | N - 1 times: pass on the chunk that came last
+collectives           | reduce_chunks | 20 | N - 1 times: send a chunk on, add the one that comes
+collectives-gather    | gather_chunks | 10 | N - 1 times: pass on the chunk that came last
 dp_threads            | DP.parallel_apply | 10 | a thread for each device; results in the devices' order
 dp_threads-sum        | sum_gradients | 15 | all replicas' gradients, added up on the first device
 dp_async              | Server.may_go_on | 10 | bsp waits for all, asp for nobody, ssp for the slowest worker
