@@ -53,7 +53,7 @@ zero3-prefetch        | ZeRO3._unshard | 10 | the next unit travels while this o
 zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is called when
 hsdp                  | Unit.start_all_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
 muon                  | newton_schulz | 20 | five steps, of the smaller of two squares
-diloco                | DiLoCo.start_reduce DiLoCo.finish_reduce | 15 | how far ranks move is a gradient
+diloco                | DiLoCo.start_all_reduce DiLoCo.finish_all_reduce | 15 | a rank's move is a gradient
 offload               | Unit.start_reduce Unit.finish_reduce | 30 | reduce, copy down, add; main goes on
 tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hides behind the weight's gradient
 tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of a token
