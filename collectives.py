@@ -1,29 +1,51 @@
-"""Collectives: what an all-reduce is made of, from send and receive alone.
+"""Collectives: what an all-reduce does, and how to build one from sends and receives alone.
 
 Idea
-    A ring cuts x into N chunks; in each round a rank passes one to its right neighbor: few bytes, but many
-    rounds. Doubling takes only lg N rounds (lg: base 2), which is faster for a small x (Thakur et al. 2005).
-    In all functions x is flat and contiguous, of one dtype and length on all ranks, and has S bytes.
+    Each of N ranks has a tensor x. An all-reduce makes x the sum on all ranks. Two other collectives are its
+    halves: a reduce-scatter cuts the sum into N chunks, of which each rank gets one, and an all-gather gives
+    all ranks all chunks. The lessons after this one are made of these three.
 
-Timeline (ring_all_reduce: the chunk that a rank sends in each round of its two halves)
+    A message of S bytes takes about alpha + beta S seconds: a latency, and a time for each byte. So two
+    numbers count: the rounds of messages, one after the other, and the bytes that a rank sends. A ring sends
+    few bytes in many rounds, which is best for a large x. Doubling takes lg N rounds (lg: base 2), which is
+    best for a small one (Thakur, Rabenseifner and Gropp 2005).
+
+Timeline (ring_all_reduce on three ranks: the chunk that a rank sends to its right neighbor in each round)
     rank 0: reduce-scatter | 2 | 1 | all-gather | 0 | 2 |
     rank 1: reduce-scatter | 0 | 2 | all-gather | 1 | 0 |
     rank 2: reduce-scatter | 1 | 0 | all-gather | 2 | 1 |
 
-Memory (bytes: w a weight, c its fp32 master in bf16, K its moments; all letters: docs/formulas.md)
-    parameters    (w+c)P
-    gradients     2mP+min(1,N-1)mP/N     each parameter's, all in a flat tensor; if N > 1 a chunk received
-    optimizer     KP
+Memory (bytes on each of N ranks, with --train; P parameters)
+    parameters    (w+c)P                 w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 masters, else 0
+    gradients     2mP+min(1,N-1)mP/N     m = 4 (8 in fp64): each .grad, a flat copy, and, if N > 1, one chunk
+    optimizer     KP                     K = 8 for AdamW's two moments, 0 for SGD
 
-Sent (bytes that a rank sends in a step with --train; the others' stand with each function)
-    send          2mP(N-1)/N
+Sent (bytes; an x of S bytes)            rounds    by each rank
+    naive_all_reduce                     2(N-1)    rank 0: S(N-1), the others: S
+    ring_all_reduce                      2(N-1)    2S(N-1)/N
+    recursive_doubling_all_reduce        lg N      S lg N
+    halving_doubling_all_reduce          2 lg N    2S(N-1)/N
+    ring_reduce_scatter                  N-1       S(N-1)/N
+    ring_all_gather                      N-1       S(N-1)/N, where S is what a rank has in the end
+    pairwise_all_to_all                  N-1       S(N-1)/N
+    tree_broadcast                       lg N      S(N-1)/N in the mean of all ranks
+    If N is not a power of two, doubling and halving take two more rounds of S bytes, the tree a part of one.
+
+    send          2mP(N-1)/N             in each step of --train: gradients, by ring_all_reduce
 
 Run
-    torchrun --nproc_per_node=4 collectives.py    (bench/links.py: every collective, alpha, beta, bandwidth)
+    torchrun --nproc_per_node=4 collectives.py
     torchrun --nproc_per_node=8 collectives.py --train --noise-scale --size gpt2-xl --dtype bf16 --batch 64
+    Without --train it prints how long each all-reduce takes, from 4 bytes to --megabytes. On one machine the
+    naive one may win, as all ranks share one memory, and in all of them the ranks together send 2(N-1)S or
+    more. With a link of 1 Gbit/s for each of 4 ranks (bench/hosts.sh 4 1gbit -- collectives.py, on Linux, as
+    root) the naive one took 405 ms for 8 MiB, the ring 111 ms.
 
 Left out
-    Rings that know hosts, several rings at once, sums in the network.
+    Algorithms that know which ranks share a node, several rings side by side, sums in the network: NCCL has
+    them. Here a chunk arrives completely before it is added; gloo adds one part while the next travels.
+    Not noticed: ranks whose x differ in length or dtype. They get wrong sums, or gloo ends the process.
+    An x that is not contiguous is an error of torch.
 """
 
 import argparse
@@ -41,63 +63,84 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
+def naive_all_reduce(x, group=None):
+    """All that an all-reduce does, if time does not matter: rank 0 adds up, and sends all others the sum."""
+    if dist.get_rank(group) > 0:
+        dist.send(x, group_dst=0, group=group)
+        dist.recv(x, group_src=0, group=group)
+        return
+    received = torch.empty_like(x)
+    others = range(1, dist.get_world_size(group))
+    for other in others:
+        dist.recv(received, group_src=other, group=group)
+        x += received
+    for other in others:
+        dist.send(x, group_dst=other, group=group)
+
+
+# This works, but rank 0 receives N-1 tensors, one after the other, and then sends N-1, while the others wait:
+# with twice as many ranks it takes twice as long. In the algorithms below all ranks are busy in every round.
+# In a ring each rank adds up one chunk of x. With doubling, pairs of ranks add up all of x, then pairs of
+# pairs, and so on.
+
+
 def exchange(given, to, received, source, group):
-    """Send and receive at once: if all ranks of a ring sent first, none would receive. None: not that one."""
+    """Send to rank `to` and receive from rank `source` at the same time. Rank N is rank 0, -1 is N-1.
+
+    None for a tensor: do the other one alone."""
     ops = []
     for op, x, peer in (dist.irecv, received, source), (dist.isend, given, to):
         if x is not None:
             peer %= dist.get_world_size(group)
             ops.append(dist.P2POp(op, x, group=group, group_peer=peer))
+    # Both start before either is waited for. A send may last until its receiver is there, so if all ranks of
+    # a ring waited for their sends first, none would ever receive.
     for work in dist.batch_isend_irecv(ops):
         work.wait()
 
 
-def tree_broadcast(x, src=0, group=None):
-    """Copy rank src's x to all. lg N rounds of S bytes, from all ranks that have it."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    place = (rank - src) % world_size
-    reached = 1
-    while reached < world_size:
-        if place < min(reached, world_size - reached):
-            dist.send(x, group_dst=(rank + reached) % world_size, group=group)
-        elif reached <= place < 2 * reached:
-            dist.recv(x, group_src=(rank - reached) % world_size, group=group)
-        reached *= 2
+def ring_all_reduce(x, group=None):
+    """Make x the sum of all ranks' x. All get the same bits, as each chunk is added up in one order."""
+    chunks = x.tensor_split(dist.get_world_size(group))  # views of x
+    reduce_chunks(chunks, group)
+    gather_chunks(chunks, group)
 
 
-def ring_reduce_scatter(x, group=None, out=None):
-    """Return chunk `rank` of the sum of all ranks' x, cut by tensor_split. N-1 rounds, S(N-1)/N bytes."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if out is None:
-        out = x.clone()  # else out is x, which partial sums may overwrite
-    chunks = out.tensor_split(world_size)
-    buffer = torch.empty_like(chunks[0])
-    for i in range(1, world_size):
-        partial = chunks[rank - i - 1]  # indices below 0 go round the ring
+def ring_reduce_scatter(x, group=None):
+    """Return chunk `rank` of the sum of all ranks' x, cut by tensor_split."""
+    return reduce_chunks(x.clone().tensor_split(dist.get_world_size(group)), group)
+
+
+def ring_all_gather(shard, group=None):
+    """Return all ranks' shards, which are equally long, in the order of the ranks."""
+    out = shard.repeat(dist.get_world_size(group))
+    gather_chunks(out.tensor_split(dist.get_world_size(group)), group)
+    return out
+
+
+def reduce_chunks(chunks, group):
+    """Make chunk `rank` the sum of all ranks' chunks of this number, and return it. Overwrites the others."""
+    rank = dist.get_rank(group)
+    buffer = torch.empty_like(chunks[0])  # no chunk is longer
+    # The sum of chunk r starts on rank r+1 and travels to the right, once round the ring, to rank r. In each
+    # round a rank adds its own part to the sum that comes from the left. In the next it sends this sum on.
+    for i in range(1, len(chunks)):
+        partial = chunks[rank - i - 1]  # indices below 0 count from the end: they go round the ring
         received = buffer[: len(partial)]
         exchange(chunks[rank - i], rank + 1, received, rank - 1, group)
         partial += received
     return chunks[rank]
 
 
-def ring_all_gather(shard, group=None, out=None):
-    """Return all ranks' shards, equally long, in order. N-1 rounds, S(N-1)/N bytes of the whole S."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if out is None:
-        out = shard.repeat(world_size)  # else shard is a chunk of out
-    chunks = out.tensor_split(world_size)
-    for i in range(world_size - 1):
+def gather_chunks(chunks, group):
+    """Copy chunk `rank` of each rank to all others. What comes in one round is sent on in the next."""
+    rank = dist.get_rank(group)
+    for i in range(len(chunks) - 1):
         exchange(chunks[rank - i], rank + 1, chunks[rank - i - 1], rank - 1, group)
-    return out
-
-
-def ring_all_reduce(x, group=None):
-    """Make x the sum of all ranks' x, in the same bits everywhere, as each chunk is summed on one rank."""
-    ring_all_gather(ring_reduce_scatter(x, group, out=x), group, out=x)
 
 
 def recursive_doubling_all_reduce(x, group=None):
-    """Make x the sum, with partners whose ranks differ in one bit. lg N rounds of S bytes."""
+    """Make x the sum of all ranks' x. With each round it is a sum over twice as many ranks."""
     received = torch.empty_like(x)
     with folded(x, group) as partners:
         for partner in partners:
@@ -106,10 +149,11 @@ def recursive_doubling_all_reduce(x, group=None):
 
 
 def halving_doubling_all_reduce(x, group=None):
-    """Rabenseifner's: partners halve what they sum, and then go back. 2 lg N rounds, 2S(N-1)/N bytes."""
+    """Make x the sum of all ranks' x, by halving (a reduce-scatter), then doubling (an all-gather)."""
     kept = x
     halves = []
     with folded(x, group) as partners:
+        # Both partners have the same part of x to add up. Each takes one half of it, and gets the other's.
         for partner in partners:
             low, high = kept.tensor_split(2)
             kept, given = (low, high) if dist.get_rank(group) < partner else (high, low)
@@ -117,20 +161,26 @@ def halving_doubling_all_reduce(x, group=None):
             exchange(given, partner, received, partner, group)
             kept += received
             halves.append((kept, given, partner))
+        # Now each has a chunk of the sum. The same partners in reverse order give each other what they kept.
         for kept, given, partner in reversed(halves):
             exchange(kept, partner, given, partner, group)
 
 
 @contextmanager
 def folded(x, group):
-    """Yield partners in the largest power of two. Ranks beyond it hand in x before, and get the sum after."""
+    """Yield this rank's partners, one for each round: the ranks whose number differs from its own in one bit.
+
+    This takes a power of two of ranks. Ranks beyond the largest one hand their x to another rank before, have
+    no partners, and get the sum after."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    *partners, other = [rank ^ 2**i for i in range(world_size.bit_length())]  # one for each bit
-    if other < rank:  # this rank is beyond
+    # The last one differs in the highest bit of N. If both exist, the larger is beyond the power of two.
+    *partners, other = [rank ^ 2**i for i in range(world_size.bit_length())]
+    # Not by dist.send: a group's first batch, with NCCL, waits until all its ranks have one.
+    if other < rank:  # this rank is beyond the power of two
         exchange(x, other, None, None, group)
         yield []
         exchange(None, None, x, other, group)
-    elif other < world_size:  # the other is
+    elif other < world_size:  # the other rank is
         received = torch.empty_like(x)
         exchange(None, None, received, other, group)
         x += received
@@ -140,8 +190,21 @@ def folded(x, group):
         yield partners
 
 
+def tree_broadcast(x, src=0, group=None):
+    """Copy rank src's x to all. In each round every rank that has it sends it to one that does not."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    place = (rank - src) % world_size  # as if src were rank 0
+    reached = 1  # the places below this have x
+    while reached < world_size:
+        if place < min(reached, world_size - reached):
+            dist.send(x, group_dst=(rank + reached) % world_size, group=group)
+        elif reached <= place < 2 * reached:
+            dist.recv(x, group_src=(rank - reached) % world_size, group=group)
+        reached *= 2
+
+
 def pairwise_all_to_all(x, group=None):
-    """Return chunk `rank` of each rank's x, in order. N-1 rounds with other partners, S(N-1)/N bytes."""
+    """Return chunk `rank` of each rank's x, in the order of the ranks. Each round has other partners."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     chunks = x.tensor_split(world_size)
     out = chunks[rank].repeat(world_size, 1)
@@ -152,15 +215,17 @@ def pairwise_all_to_all(x, group=None):
 
 
 def compare(config):
-    """Print the ms of each all-reduce, and of the library's, for 4 bytes, 32 bytes and so on."""
+    """Print how many ms each all-reduce takes, and the library's, for 4 bytes, 32 bytes and so on."""
     device, _ = set_up(config, replicas=1)
-    all_reduces = ring_all_reduce, recursive_doubling_all_reduce, halving_doubling_all_reduce, dist.all_reduce
+    doubling = recursive_doubling_all_reduce, halving_doubling_all_reduce
+    all_reduces = naive_all_reduce, ring_all_reduce, *doubling, dist.all_reduce
     x = torch.zeros(1, device=device)
     while x.nbytes <= config.megabytes * 1e6:
         line = f"{x.nbytes:>9} bytes"
         for all_reduce in all_reduces:
+            # The first call opens connections. float() waits for the device, which has waited for all ranks.
             all_reduce(x)
-            float(x[0])  # waits for the device, and all ranks
+            float(x[0])
             started = time.perf_counter()
             for _ in range(5):
                 all_reduce(x)
@@ -172,38 +237,52 @@ def compare(config):
 
 
 def gradient_noise(sum_of_squares, square_of_mean, n, samples):
-    """Estimate a sample's variance and the square of the true gradient from n gradients (1812.06162, A.1)."""
+    """Estimate the variance of one sequence's gradient, and the squared norm of the true gradient.
+
+    Given are, of n ranks' gradients in a batch of so many samples, the sum of their squared norms and the
+    squared norm of their mean (arXiv 1812.06162, A.1). The quotient is the noise scale: while the batch is
+    much smaller, a larger one saves steps; if it is much larger, it saves none."""
+    # A gradient over a batch of B has a squared norm of G^2 + t/B in the mean: G is the true gradient, t the
+    # variance. Known for B = samples and B = samples/n, these are two equations for t and G^2.
     trace = samples / n * (sum_of_squares - n * square_of_mean) / (n - 1)
     return torch.stack([trace, square_of_mean - trace / samples])
 
 
+def average_gradients(grads):
+    """Make the gradients their mean over all ranks: they travel as one message, as large ones are faster."""
+    flat_grad = nn.utils.parameters_to_vector(grads)
+    ring_all_reduce(flat_grad)
+    flat_grad /= dist.get_world_size()
+    nn.utils.vector_to_parameters(flat_grad, grads)  # each becomes a view of flat_grad
+
+
 def train(config):
-    """Train with these flags. In bf16 the model has fp32 masters, and `weights` are casts of them."""
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if config.noise_scale and world_size == 1:
+        refuse("--noise-scale: compares the gradients of ranks, so it needs two or more")
+    # The optimizer updates fp32 masters in bf16, too. `weights` are casts of them, for forward and backward.
     model = GPT(config).to(device, torch.promote_types(DTYPES[config.dtype], torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     noise = 0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, rank, world_size)
         weights = {name: param.to(DTYPES[config.dtype]) for name, param in model.named_parameters()}
         loss = 0
-        for inputs, targets in batches:
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
+            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
             microloss = mean_loss(torch.func.functional_call(model, weights, inputs), targets) / config.accum
             microloss.backward()
             loss += microloss.detach()
         grads = [param.grad for param in model.parameters()]
-        flat_grad = nn.utils.parameters_to_vector(grads)
         sums = torch.stack([loss, nn.utils.get_total_norm(grads) ** 2])
         ring_all_reduce(sums)
-        ring_all_reduce(flat_grad)
-        nn.utils.vector_to_parameters(flat_grad.div_(world_size), grads)  # the mean over ranks
+        average_gradients(grads)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
-        if config.noise_scale and rank == 0:
-            print(f"noise scale {(noise[0] / noise[1]).item():.1f} sequences")  # for which the host waits
+        if config.noise_scale:
+            noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
+            if rank == 0:
+                print(f"noise scale {(noise[0] / noise[1]).item():.1f} sequences")
         optimizer.step()
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)

@@ -1,13 +1,19 @@
-"""DiLoCo: replicas that speak once in H steps, for ranks that are far apart.
+"""DiLoCo: each rank trains a replica alone for H steps; then the ranks average how far they have moved.
 
 Idea
-    Each of N ranks trains alone, with an optimizer of its own, for H (--inner-steps) steps. Where they
-    started minus where they are, in the mean, is then the gradient of an outer optimizer, SGD with Nesterov
-    momentum, and all ranks go on from the weights it makes (DiLoCo, arXiv 2311.08105). An --outer-lr of 1 or
-    more has no momentum; with 1 these weights are the ranks' mean: local SGD (1805.09767). With --fragments a
-    part is exchanged at a time, in turn, and with --delay training goes on meanwhile (Streaming DiLoCo,
-    2501.18512). Losses are not single.py's, as each optimizer sees 1/N of a batch and keeps its moments to
-    itself, but with --inner-steps 1 --outer-lr 1 --optim sgd --clip inf, which is ddp.py.
+    In ddp.py all ranks average their gradients in every step, so they need fast links. Here N ranks may be
+    far apart: each trains a copy of the model with an optimizer of its own, on its part of each batch, and
+    they exchange something only once in H steps (--inner-steps). By then each rank has moved from the weights
+    that all had to other ones. Where they started minus where they are is the outer gradient. It is averaged
+    over all ranks, and a second optimizer, SGD with Nesterov momentum, updates the weights from which all had
+    started. From these weights all go on (DiLoCo, arXiv 2311.08105). With --outer-lr 1 there is no momentum,
+    and the new weights are just the mean of the ranks' (local SGD, arXiv 1805.09767).
+
+    While all weights travel, nothing is computed. So --fragments cuts them into parts, which are exchanged in
+    turn, and --delay lets training go on while a part travels (Streaming DiLoCo, arXiv 2501.18512).
+
+    Losses are not single.py's, as each optimizer sees 1/N of a batch and has moments of its own. They are
+    with --inner-steps 1 --outer-lr 1 --optim sgd --clip inf: this is ddp.py.
 
 Timeline (above: one fragment; below: two, A and B, with --delay)
     compute | H steps                 |          | H steps                 |          | H steps
@@ -16,21 +22,29 @@ Timeline (above: one fragment; below: two, A and B, with --delay)
     compute | H/2 steps  | H/2 steps  | H/2 steps  | H/2 steps  | H/2 steps ...
     network |            | A          | B          | A          | B
 
-Memory (bytes; P parameters; m a number that the optimizers see: max(w, 4))
-    parameters    (w+c+m)P    w a weight: fp32 4, bf16 2, fp64 8; c a copy: bf16 4, else 0; m an outer weight
-    gradients     mP          outer ones exist when inner ones are freed; a fragment's beside them if delayed
-    optimizer     (K+o)P      K the inner moments: AdamW 2m, SGD 0; o the outer momentum: m, or none: 0
+Memory (bytes on each rank; P parameters)
+    parameters    (w+c+m)P      w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 masters, else 0; m = 4 for
+                                the outer weights (in fp64 w = m = 8)
+    gradients     mP            inner or outer ones; a fragment's outer ones on top if there is a --delay
+    optimizer     (K+o)P        K = 8 for AdamW's two moments, 0 for SGD; o = 4 for the outer momentum, or 0
 
-Sent (bytes that a rank of a ring sends in H steps)
-    all-reduce    2mP(N-1)/N    in ddp.py 2wP(N-1)/N in every step; each fragment in one message
+Sent (bytes, by each of N ranks, in H steps)
+    all-reduce    2mP(N-1)/N    in a ring (see collectives.py); ddp.py sends this in each step
 
 Run
     torchrun --nproc_per_node=2 diloco.py
     torchrun --nproc_per_node=8 diloco.py --size gpt2-xl --dtype bf16 --batch 64 --inner-steps 50 --steps 500
+    It prints a line for each H steps, with means over these steps and over all ranks. The norm is the mean of
+    the norms of the ranks' own gradients.
 
 Left out
-    Replicas of several GPUs (zero3.py inside each, this between them). Outer weights and momentum sharded, as
-    in zero1.py, or on the host. Exchanges in 4 bits. Ranks that join, leave, or take fewer steps.
+    Replicas of several GPUs (zero3.py inside each, this between them); outer weights and momentum that are
+    sharded, or on the host; exchanges in 4 bits; ranks that join, leave, or take fewer steps.
+    Buffers, such as BatchNorm's statistics, are not averaged: each rank keeps those of its own batches.
+    Not noticed: bf16 parameters, in which small updates are lost (exchange fp32 copies, as Masters does);
+    weights that are loaded once DiLoCo has been made (the next exchange goes only a part of the way to them);
+    the end of training without average(), where ranks have different weights.
+    A rank that calls step() less often than the others lets them wait, until torch's timeout ends the job.
 """
 
 import argparse
@@ -45,71 +59,108 @@ import torch.distributed as dist
 import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 
 
 class DiLoCo:
-    """Exchanges what an optimizer steps: call step() after each optimizer.step(), average() at the end.
+    """Exchanges the parameters that an optimizer updates. In one piece, this would do once in inner_steps:
 
-    params, of one dtype, become views of one flat vector, cut into fragments. Each fragment starts to travel
-    once in inner_steps, and is mixed in `delay` steps later. All ranks start with rank 0's weights."""
+        outer.grad = outer - inner        # where all started, minus where this rank is: a gradient
+        dist.all_reduce(outer.grad)
+        outer.grad /= dist.get_world_size()
+        outer_optimizer.step()            # the same on all ranks
+        inner.copy_(outer)                # all ranks go on from here
 
-    def __init__(self, params, inner_steps, outer_lr=0.7, outer_momentum=0.9, fragments=1, delay=0):
-        if inner_steps % fragments or not 0 <= delay < inner_steps // fragments:
-            raise ValueError("inner_steps must be a multiple of fragments, delay less than the quotient")
-        params = list(params)
-        if len({param.dtype for param in params}) > 1:
-            raise ValueError("params must be of one dtype")
-        flat_param = torch.cat([param.detach().flatten() for param in params])
+    The problem is that nothing is computed while the outer gradient travels, which may take minutes over a
+    slow link. So here the parameters are cut into fragments. Each starts to travel once in inner_steps, at a
+    step of its own, and its outer update is made `delay` steps later.
+
+    Call step() after each optimizer.step(), average() at the end. All ranks start from rank 0's weights."""
+
+    def __init__(
+        self,
+        params,
+        inner_steps: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+    ):
+        self.params = list(params)
+        self.interval = inner_steps // fragments  # steps from one fragment's start to the next one's
+        self.delay = delay
+        self._check_arguments(inner_steps, fragments)
+        flat_param = torch.cat([param.detach().flatten() for param in self.params])
         dist.broadcast(flat_param, 0)
-        for param, view in zip(params, unflatten(flat_param, params)):
+        # The parameters become views of one flat tensor, so that a fragment is one message.
+        self.views = unflatten(flat_param, self.params)
+        for param, view in zip(self.params, self.views):
             param.data = view
         self.inner = flat_param.tensor_split(fragments)  # views: what this rank trains
         self.outer = [nn.Parameter(fragment.clone()) for fragment in self.inner]  # the same on all ranks
         self.optimizer = torch.optim.SGD(self.outer, outer_lr, outer_momentum, nesterov=outer_momentum > 0)
-        self.interval = inner_steps // fragments
-        self.delay = delay
         self.steps = 0
-        self.reduce_work = None
+        self.reduce_work = None  # while a fragment travels
 
     def step(self):
+        """Count a step of the inner optimizer, and start or finish a fragment's exchange if it is time to."""
+        self._check_views()
         self.steps += 1
-        exchanges, steps_since = divmod(self.steps, self.interval)
+        turn, steps_since = divmod(self.steps, self.interval)
         if steps_since == 0:
-            self.start_reduce((exchanges - 1) % len(self.outer))
+            self.start_all_reduce((turn - 1) % len(self.outer))
         if self.reduce_work and steps_since == self.delay:
-            self.finish_reduce()
+            self.finish_all_reduce()
 
     @torch.no_grad()
-    def start_reduce(self, i):
-        """Start to all-reduce how far the ranks have moved a fragment: the outer gradient."""
+    def start_all_reduce(self, i):
         self.fragment = i
-        self.outer[i].grad = self.outer[i] - self.inner[i]  # start minus now: SGD then steps towards now
+        # An optimizer subtracts gradients. So it is start minus now, and the update goes from start to now.
+        self.outer[i].grad = self.outer[i] - self.inner[i]
         self.reduce_work = dist.all_reduce(self.outer[i].grad, async_op=True)
 
     @torch.no_grad()
-    def finish_reduce(self):
-        """Take the outer step. After a delay its weights and this rank's count half each."""
+    def finish_all_reduce(self):
         self.reduce_work.wait()
         self.reduce_work = None
         outer = self.outer[self.fragment]
-        outer.grad.div_(dist.get_world_size())
-        self.optimizer.step()  # other fragments have no gradient
+        outer.grad /= dist.get_world_size()
+        # This updates one fragment: the others have no gradient, and an optimizer leaves them alone.
+        self.optimizer.step()
         outer.grad = None
+        # During a delay this rank has trained the fragment further. Half of that stays: it is mixed with the
+        # outer weights, so ranks have different weights from now on, until average().
         self.inner[self.fragment].lerp_(outer, 0.5 if self.delay else 1)
 
     @torch.no_grad()
     def average(self):
-        """All ranks get the mean of their weights, which may have moved since the last exchange."""
+        """Give all ranks the mean of their weights, which may differ since the last exchange."""
         if self.reduce_work:
-            self.finish_reduce()
+            self.finish_all_reduce()
         for fragment in self.inner:
             dist.all_reduce(fragment)
-            fragment.div_(dist.get_world_size())
+            fragment /= dist.get_world_size()
+
+    # A reader may skip to Masters: this turns mistakes that would go unnoticed into errors.
+
+    def _check_arguments(self, inner_steps, fragments):
+        if inner_steps % fragments or not 0 <= self.delay < self.interval:
+            raise ValueError("inner_steps must be a multiple of fragments, delay less than the quotient")
+        if len({param.dtype for param in self.params}) != 1:
+            raise ValueError("params must be of one dtype, and at least one")
+
+    def _check_views(self):
+        if any(param.data_ptr() != view.data_ptr() for param, view in zip(self.params, self.views)):
+            raise RuntimeError(
+                "move, cast and replace parameters before you make a DiLoCo of them, not after"
+            )
 
 
 class Masters:
-    """`params`, to be stepped and exchanged: a module's, or fp32 copies of bf16 ones (1910.02054, 3.1)."""
+    """`params` are what the optimizer updates and what is exchanged: the module's parameters.
+
+    If these are in bf16, in which small updates are lost, params are fp32 copies of them: master weights
+    (arXiv 1910.02054, section 3.1). move_grads() moves the gradients there, write_weights() rounds back."""
 
     def __init__(self, module):
         self.weights = list(module.parameters())
@@ -141,19 +192,19 @@ def train(config):
     rhythm = {"inner_steps": config.inner_steps, "fragments": config.fragments, "delay": config.delay}
     diloco = DiLoCo(masters.params, outer_lr=config.outer_lr, outer_momentum=momentum, **rhythm)
     for step in range(1, config.steps + 1):
-        steps = (step - 1) % config.inner_steps + 1  # since the last printed line
-        if steps == 1:
+        steps_in_line = (step - 1) % config.inner_steps + 1
+        if steps_in_line == 1:
             started = time.perf_counter()
             sums = torch.zeros(2, dtype=torch.float64, device=device)
         batches = microbatches(config, text, step, device, rank, world_size)
         sums += inner_step(config, model, masters, optimizer, batches)
-        is_due = steps == config.inner_steps or step == config.steps
-        if is_due:
-            dist.all_reduce(sums)  # before a fragment starts, which would hold it up
+        is_last_in_line = steps_in_line == config.inner_steps or step == config.steps
+        if is_last_in_line:
+            dist.all_reduce(sums)  # before diloco.step(), as it would wait behind a fragment
         diloco.step()
         masters.write_weights()
-        if is_due:
-            print_means(config, step, sums / world_size, steps, started)
+        if is_last_in_line:
+            print_means(config, step, sums / world_size, steps_in_line, started)
     diloco.average()
     masters.write_weights()
     if config.save and rank == 0:
@@ -161,10 +212,10 @@ def train(config):
 
 
 def inner_step(config, model, masters, optimizer, batches):
-    """A step of this rank alone. Returns its loss and its gradient's norm before clipping, (2,)."""
+    """A step of this rank alone. Returns its loss and the norm of its gradient before clipping, (2,)."""
     loss = 0
     for inputs, targets in batches:
-        # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
+        # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
         microloss = mean_loss(model(inputs), targets) / config.accum
         microloss.backward()
         loss += microloss.detach()
@@ -176,7 +227,7 @@ def inner_step(config, model, masters, optimizer, batches):
 
 
 def print_means(config, step, sums, steps, started):
-    """A line for the steps since the last one: their mean loss, norm and time."""
+    """Print a line for so many steps: their mean loss, norm and time."""
     loss, grad_norm = (sums / steps).cpu()
     now = time.perf_counter()
     print_step(config, step, loss, grad_norm, now - (now - started) / steps)
@@ -184,10 +235,14 @@ def print_means(config, step, sums, steps, started):
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--inner-steps", type=int, default=5, help="steps from an exchange to the next")
-    own.add_argument("--outer-lr", type=float, default=0.7, help="1 or more: without momentum (local SGD)")
-    own.add_argument("--fragments", type=int, default=1, help="exchanged in turn")
-    own.add_argument("--delay", type=int, default=0, help="steps that a fragment travels")
+    own.add_argument(
+        "--inner-steps", type=int, default=5, help="steps of a rank alone, from an exchange to the next"
+    )
+    own.add_argument(
+        "--outer-lr", type=float, default=0.7, help="1 or more: without outer momentum; 1: local SGD"
+    )
+    own.add_argument("--fragments", type=int, default=1, help="parts of the weights, exchanged in turn")
+    own.add_argument("--delay", type=int, default=0, help="steps that are computed while a fragment travels")
     config = read_flags(arguments, own, outer_lr=(0, 1e9), delay=(0, 1_048_576))
     if config.inner_steps % config.fragments:
         refuse(f"--fragments {config.fragments}: must divide --inner-steps {config.inner_steps}")

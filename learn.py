@@ -36,8 +36,8 @@ EXERCISES = ROOT / "exercises"
 PATH = """
 single                | / config.accum | 5 | a microbatch's loss: gradients add up, and a mean is wanted
 single-clip           | clip_grad_norm_ | 10 | one norm of all; scale by max_norm / (norm + 1e-6), at most 1
-collectives           | ring_reduce_scatter | 20 | N - 1 times: send a chunk on, add the one that comes
-collectives-gather    | ring_all_gather | 10 | N - 1 times: pass on the chunk that came last
+collectives           | reduce_chunks | 20 | N - 1 times: send a chunk on, add the one that comes
+collectives-gather    | gather_chunks | 10 | N - 1 times: pass on the chunk that came last
 dp_threads            | DP.parallel_apply | 10 | a thread for each device; results in the devices' order
 dp_threads-sum        | sum_gradients | 15 | all replicas' gradients, added up on the first device
 dp_async              | Server.may_go_on | 10 | bsp waits for all, asp for nobody, ssp for the slowest worker
@@ -53,7 +53,7 @@ zero3-prefetch        | ZeRO3._unshard | 10 | the next unit travels while this o
 zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is called when
 hsdp                  | Unit.start_all_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
 muon                  | newton_schulz | 20 | five steps, of the smaller of two squares
-diloco                | DiLoCo.start_reduce DiLoCo.finish_reduce | 15 | how far ranks move is a gradient
+diloco                | DiLoCo.start_all_reduce DiLoCo.finish_all_reduce | 15 | a rank's move is a gradient
 offload               | Unit.finish_reduce_scatter Unit.update | 30 | wait, sum, copy down, add; scale, update
 tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hides behind the weight's gradient
 tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of a token

@@ -99,6 +99,12 @@ def check_same(name):
     parts = [torch.empty(30) for _ in range(3)]
     dist.all_gather(parts, diloco.inner[0])
     assert parts[0].any() and parts[0].equal(parts[1]) and parts[0].equal(parts[2]), "ranks differ"
+    model.weight.data = model.weight.clone()
+    assert "move, cast and replace" in error_of(diloco.step), "moved parameters are not noticed"
+    assert "of one dtype" in error_of(partial(lesson.DiLoCo, [], 4)), "no parameters"
+    model.weight.data = model.weight.double()
+    assert "of one dtype" in error_of(partial(lesson.DiLoCo, model.parameters(), 4)), "several dtypes"
+    model.float()
     for odd in {"fragments": 3}, {"delay": 4}, {"delay": -1}:
         assert "of fragments" in error_of(partial(lesson.DiLoCo, model.parameters(), 4, **odd)), odd
 
@@ -113,7 +119,8 @@ def check_timeline(name):
     log, numbers, lesson = [], [], load(name)
     for word in "start", "finish":
         note = lambda diloco, *i, word=word: log.append(" ".join([word, *map(str, i)]))  # noqa: E731
-        setattr(lesson.DiLoCo, f"{word}_reduce", noted(getattr(lesson.DiLoCo, f"{word}_reduce"), note))
+        method = f"{word}_all_reduce"
+        setattr(lesson.DiLoCo, method, noted(getattr(lesson.DiLoCo, method), note))
     lesson.inner_step = noted(lesson.inner_step, lambda *_: log.append("step"))
     config = lesson.parse(f"{FLAGS} {STREAMING}".split())
     count = noted(dist.all_reduce, lambda tensor, **_: numbers.append(tensor.numel()))
@@ -129,7 +136,7 @@ check_plain, check_turns = (partial(check, own=own) for own in (PLAIN, f"{PLAIN}
 test_each_promise_is_kept = holds("diloco", check_same, check_timeline, check_bf16)
 MUTANTS = [
     ("self.outer[i] - self.inner[i]", "self.inner[i] - self.outer[i]", check_plain, "losses differ"),
-    ("outer.grad.div_(dist.get_world_size())", "pass", check_plain, "losses differ"),
+    ("outer.grad /= dist.get_world_size()\n        # This", "pass\n        #", check_plain, "losses differ"),
     ("nesterov=outer_momentum > 0", "", check_plain, "losses differ"),
     ("        diloco.step()", "        diloco.step(); optimizer.state.clear()", check_plain, "losses differ"),
     ("% len(self.outer)", "% max(1, len(self.outer) - 1)", check, "losses differ"),
@@ -140,6 +147,9 @@ MUTANTS = [
     ("    diloco.average()\n    masters", "    masters", check_plain, "weights differ"),
     ("        if self.reduce_work:", "        if False:", check, "weights differ"),
     ("dist.broadcast(flat_param, 0)", "pass", check_same, "not rank 0's"),
+    ("        self._check_views()", "        pass", check_same, "moved parameters"),
+    ("for param in self.params}) != 1", "for param in self.params}) > 1", check_same, "no parameters"),
+    ("for param in self.params}) != 1", "for param in self.params}) < 1", check_same, "several dtypes"),
     ("0.9 if config.outer_lr < 1 else 0", "0.9", check_turns, "losses differ"),
     ("optimizer.zero_grad()", "pass", check_plain, "losses differ"),
     ("                weight.grad = None", "                pass", check_bf16, "gradients: +"),
