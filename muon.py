@@ -209,7 +209,7 @@ class ZeROMuon(nn.Module):
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
         if any(unit.broadcast_work for unit in self.units):
-            raise RuntimeError("the weights of a unit were used, but its forward was not called")
+            raise RuntimeError("the last forward failed, or used the weights of a unit without calling it")
 
     def _protect(self):
         for submodule in self.modules():
