@@ -20,7 +20,8 @@ Memory (bytes on each of N ranks, with --train; P parameters)
     gradients     2mP+min(1,N-1)mP/N     m = 4 (8 in fp64): each .grad, a flat copy, and, if N > 1, one chunk
     optimizer     KP                     K = 8 for AdamW's two moments, 0 for SGD
 
-Sent (bytes; an x of S bytes)            rounds    by each rank
+Sent (bytes, by each of N ranks; an x of S bytes)
+                                         rounds    bytes
     naive_all_reduce                     2(N-1)    rank 0: S(N-1), the others: S
     ring_all_reduce                      2(N-1)    2S(N-1)/N
     recursive_doubling_all_reduce        lg N      S lg N
@@ -267,9 +268,10 @@ def train(config):
     noise = 0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
+        batches = microbatches(config, text, step, device, rank, world_size)
         weights = {name: param.to(DTYPES[config.dtype]) for name, param in model.named_parameters()}
         loss = 0
-        for inputs, targets in microbatches(config, text, step, device, rank, world_size):
+        for inputs, targets in batches:
             # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
             microloss = mean_loss(torch.func.functional_call(model, weights, inputs), targets) / config.accum
             microloss.backward()
@@ -279,10 +281,9 @@ def train(config):
         ring_all_reduce(sums)
         average_gradients(grads)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        if config.noise_scale:
-            noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
-            if rank == 0:
-                print(f"noise scale {(noise[0] / noise[1]).item():.1f} sequences")
+        noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
+        if config.noise_scale and rank == 0:
+            print(f"noise scale {(noise[0] / noise[1]).item():.1f} sequences")
         optimizer.step()
         model.zero_grad()
         print_step(config, step, sums[0] / world_size, grad_norm, started)

@@ -42,7 +42,7 @@ Left out
     sharded, or on the host; exchanges in 4 bits; ranks that join, leave, or take fewer steps.
     Buffers, such as BatchNorm's statistics, are not averaged: each rank keeps those of its own batches.
     Not noticed: bf16 parameters, in which small updates are lost (exchange fp32 copies, as Masters does);
-    weights that are loaded once DiLoCo has been made (the next exchange goes only a part of the way to them);
+    weights that are loaded once DiLoCo has been made (the next exchange mixes them with the old ones);
     the end of training without average(), where ranks have different weights.
     A rank that calls step() less often than the others lets them wait, until torch's timeout ends the job.
 """
