@@ -134,7 +134,7 @@ class Offload(nn.Module):
         self._unshard(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
-        if not isinstance(output, torch.Tensor):
+        if not torch.is_tensor(output):
             raise TypeError("a unit must return one tensor, whose hook brings the unit up for backward")
         if unit.reshard_after_forward:
             unit.reshard()
@@ -262,7 +262,7 @@ class Unit:
         self.is_done = False  # with its backward, so that it can be freed
         self.flat_param.untyped_storage().resize_(0)
         for param in self.params:
-            param.data = param.new_empty(0)
+            param.data = self.flat_param[:0]
 
     def start_reduce_scatter(self):
         flat_grad = torch.cat([param.grad.flatten() for param in self.params] + [self.padding])

@@ -249,6 +249,6 @@ MUTANTS = [
     ("unit.is_done = self.offload_params", "unit.reshard()", check_detached, "is freed too early"),
     ("param._post_accumulate_grad_hooks or", "", check_guards, "in two units"),
     ("or not param.requires_grad for", "for", check_guards, "is frozen"),
-    ("not isinstance(output, torch.Tensor)", "False", check_guards, "one tensor"),
+    ("not torch.is_tensor(output)", "False", check_guards, "one tensor"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "offload")
