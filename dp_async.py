@@ -68,15 +68,15 @@ class Server:
             for replica, share in zip(replicas, shares):
                 pull(replica)
                 loss(replica, share).backward()
-            for param, *copies in zip(params, *replicas):
+            for param, *copies in zip(module.parameters(), *(each.parameters() for each in replicas)):
                 param.grad = sum(copied.grad for copied in copies) / N
             optimizer.step()
 
-    This has two problems. Workers take turns: so here each has a thread, which calls take(), pull() and
+    This has two problems. Workers take turns. So here each has a thread, which calls take(), pull() and
     push(), while the server's thread calls serve(). And even then an update waits for the slowest worker. So
     here may_go_on() decides who waits: in bsp all do, in asp nobody, in ssp whoever is too far ahead.
 
-    tasks: an iterable of tuples, each of which some worker does once. max_norm: for clipping."""
+    tasks: an iterable of tuples, each of which is done by one worker. max_norm: for clipping."""
 
     def __init__(self, module, optimizer, tasks, workers, mode, staleness=0, max_norm=math.inf):
         self.module = module
@@ -89,7 +89,7 @@ class Server:
         # have changed it. While one waits for a condition, it lets go of the lock.
         self.condition = threading.Condition()
         self.tasks = deque(tasks)  # those that nobody has begun
-        self.doing = {}  # {worker: the task it has begun}
+        self.doing = {}  # {worker: the task that it has begun and not pushed}
         self.clocks = dict.fromkeys(range(workers), 0)  # {worker that has not failed: its pushes}
         self.inbox = deque()  # pushes that wait for serve()
         self.version = 0  # the number of updates

@@ -88,13 +88,14 @@ class Offload(nn.Module):
     device computes with the unit before.
 
     device: where the module computes. new_optimizer makes an elementwise optimizer of a list of parameters:
-    each unit has one, on the host. gbps: the link's speed, if a slower one is to be simulated (else inf)."""
+    each unit has one, on the host. With offload_params a unit that is not in use is on the host alone. gbps:
+    the speed of a slower link, if one is to be simulated (else torch.inf)."""
 
     def __init__(self, module: nn.Module, unit_class: type, device, new_optimizer, offload_params, gbps):
         super().__init__()
         self.module = module
         self.offload_params = offload_params
-        self.reduce_job = None  # of the unit whose gradients were the last to leave
+        self.reducing = None  # the job that takes the latest unit's gradients to the host
         self.host = Worker("host", device, gbps)  # copies gradients down, and updates shards
         self.uploader = Worker("upload", device, gbps)  # copies weights up, and launches collectives
         # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
@@ -133,7 +134,7 @@ class Offload(nn.Module):
         self._unshard(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
-        if not isinstance(output, torch.Tensor):
+        if not torch.is_tensor(output):
             raise TypeError("a unit must return one tensor, whose hook brings the unit up for backward")
         if unit.reshard_after_forward:
             unit.reshard()
@@ -161,10 +162,10 @@ class Offload(nn.Module):
         # at a time, or over a slow link those of all units would pile up on the device. For the last unit's
         # only step() waits.
         unit.is_done = self.offload_params
-        if self.reduce_job:
-            self.reduce_job.result()
+        if self.reducing:
+            self.reducing.result()
         unit.start_reduce_scatter()
-        self.reduce_job = unit.reduce_job
+        self.reducing = unit.reduce_job
 
     def step(self, max_norm):
         """Start an update with gradients clipped to a global norm of max_norm. Returns the norm before."""
@@ -220,6 +221,7 @@ class Unit:
         dist.broadcast(self.flat_param, 0)
         self.param_views = unflatten(self.flat_param, params)
         self.own_param = self.flat_param.chunk(self.n_shards)[rank]
+        # The shard's last job on the host, for which upload() waits.
         self.update_job = host.submit(self.make_shard, new_optimizer)
         self.update_job.result()
         self.reduce_job = None
@@ -260,7 +262,7 @@ class Unit:
         self.is_done = False  # with its backward, so that it can be freed
         self.flat_param.untyped_storage().resize_(0)
         for param in self.params:
-            param.data = param.new_empty(0)
+            param.data = self.flat_param[:0]
 
     def start_reduce_scatter(self):
         flat_grad = torch.cat([param.grad.flatten() for param in self.params] + [self.padding])
@@ -278,7 +280,7 @@ class Unit:
         torch.sum(received.view(self.n_shards, -1), 0, out=own_grad)
         self.host.copy(self.host_grad, own_grad)
         for tensor in flat_grad, received:
-            tensor.untyped_storage().resize_(0)  # free it, as a thread may still hold the tensor
+            tensor.untyped_storage().resize_(0)  # free it now: a thread may hold the tensor for a while
         self.shard.grad.add_(self.host_grad, alpha=1 / self.n_shards)  # the ranks' average
         return self.shard.grad.norm().item() ** 2  # step() uses that of the last microbatch
 

@@ -234,8 +234,8 @@ MUTANTS = [
      "losses differ"),
     (":: direction][1:2]", ":: direction][1:1]", check_overlap, "too late in forward"),
     (":: direction]", ":]", check_overlap, "too late in backward"),
-    ("self.reduce_job = unit.reduce_job", "unit.reduce_job.result()", check_overlap, "the link"),
-    ("            self.reduce_job.result()", "            self.reduce_job.done()", slow[0], "gradients: +"),
+    ("self.reducing = unit.reduce_job", "unit.reduce_job.result()", check_overlap, "the link"),
+    ("self.reducing.result()", "self.reducing.done()", slow[0], "gradients: +"),
     ("unit.is_done = self.offload_params", "pass", WITH_PARAMS, "parameters: +"),
     ("self.uploader.submit(start)", "self.host.submit(start)", check_one_order, "launched by"),
     (SAVED, "            # They", check_saved_midway, "on the device after"),
@@ -249,6 +249,6 @@ MUTANTS = [
     ("unit.is_done = self.offload_params", "unit.reshard()", check_detached, "is freed too early"),
     ("param._post_accumulate_grad_hooks or", "", check_guards, "in two units"),
     ("or not param.requires_grad for", "for", check_guards, "is frozen"),
-    ("not isinstance(output, torch.Tensor)", "False", check_guards, "one tensor"),
+    ("not torch.is_tensor(output)", "False", check_guards, "one tensor"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "offload")
