@@ -63,12 +63,12 @@ def launched(name, flags, signals=(), code=0, edits=None, timeout=None):
     asked = f"{SHAPE} {flags}"
     steps = re.search(r"--steps \d+", asked)
     _, weights = train("single", 1, f"{SHAPE} {steps[0] if steps else ''}".strip())
-    pids, stores = {}, []
+    pids, stores, timers = {}, [], []
 
     def host(*args, **options):
         stores.append(dist.TCPStore(*args, **options))
         with suppress(OSError):  # 127.0.0.2 is another of this host's addresses
-            socket.create_connection(("127.0.0.2", stores[0].port), 5).close()
+            socket.create_connection(("127.0.0.2", stores[0].port), 0.2).close()
             raise AssertionError("other hosts can reach the store")
         return stores[0]
 
@@ -77,18 +77,22 @@ def launched(name, flags, signals=(), code=0, edits=None, timeout=None):
             time.sleep(0.01)  # for one that hangs before all have met the others wait five minutes
         with suppress(ProcessLookupError, KeyError):
             os.kill(pids[worker], kind)
+        if kind == signal.SIGSTOP:  # nobody hurries a worker that saves: let it go on some time
+            send_later(signal.SIGCONT, worker, 8)
+
+    def send_later(kind, worker, when):
+        timers.append(threading.Timer(when, send, (kind, worker)))
+        timers[-1].daemon = True
+        timers[-1].start()
 
     with TemporaryDirectory() as folder, limit(60):
         survive = load(edited(name, folder, edits))
         survive.print = lambda line, **_: pids.update([map(int, re.findall(r"\d+", line))])
         survive.dist = mock.Mock(wraps=dist, DistNetworkError=dist.DistNetworkError, TCPStore=host)
-        timers = [threading.Timer(when, send, (kind, worker)) for kind, worker, when in signals]
-        # Nobody hurries a worker that saves: one that was stopped then goes on.
-        timers += [threading.Timer(8, send, (signal.SIGCONT, worker)) for _, worker, _ in signals]
         search = [folder, *sys.path]
         with mock.patch.dict(sys.modules, survive=survive), mock.patch.object(sys, "path", search):
-            for timer in timers:
-                timer.start()
+            for each in signals:
+                send_later(*each)
             config = survive.parse(f"{asked} --save {folder}/w".split())
             config.timeout = timeout or config.timeout
             *_, ended = said(lambda: survive.launch(config))
