@@ -7,14 +7,16 @@ Idea
            wrong    loss = sum_of_losses / tokens_of_this_microbatch / microbatches / ranks
                     a token in a microbatch of 10 weighs 100 times as much as one in a microbatch of 1000
            right    loss = sum_of_losses / tokens_of_all_microbatches_of_all_ranks
-       So ranks add up their tokens before the first backward. Gradients are then summed, not averaged.
-    2. The number of microbatches. Gradients travel in the last one. A rank whose documents end earlier would
-       never send them: the others would wait for its gradients, while it waits for their losses. So ranks
-       agree on the most that any has, and the others take part with empty ones, whose gradients are zeros.
+       So the ranks add up their tokens before the first backward, and gradients are summed, not averaged.
+    2. The number of microbatches. Gradients travel in the last one, of which each rank needs all others. A
+       rank with fewer would go on to the sum of the losses and wait there for the others, which wait in their
+       last backward for its gradients. So all agree on the most that any rank has, and fill up with empty
+       ones, whose gradients are zeros. (Each rank could call its own last one the last, as long as it has
+       any. Where every microbatch sends, as in zero2.py and zero3.py, the numbers must be equal.)
     3. Balance (--order balanced). All ranks wait for the slowest. A document of s tokens takes 6Ps + 6Lhs^2
        FLOPs. Longest first, each goes to the rank that has the least to compute so far (LPT: Graham, 1969).
-    4. Packing (--pack). A row is padded to the longest one beside it. Instead, several documents can share a
-       row (arXiv 2107.02027). Each token must still see its own document alone, and count from its start.
+    4. Packing (--pack). Rows of a microbatch are padded to its longest. With several documents in a row there
+       is less padding (arXiv 2107.02027). Each token sees its own document alone, and counts from its start.
 
 Timeline (rank 0 has 3 microbatches, rank 1 has 2)
     rank 0 | agree | forward, backward | forward, backward | forward, backward: buckets leave | clip, step
@@ -63,12 +65,16 @@ causal_attention = F.scaled_dot_product_attention  # which OverDocuments replace
 
 
 def agree(batches):
-    """(tokens of all ranks and microbatches, the most microbatches of any rank) in this step."""
+    """(tokens, microbatches of each rank) in this step. Adds the empty microbatches that this rank lacks."""
     tokens = sum(batch[..., 1].count_nonzero() for batch in batches)
     most = torch.full_like(tokens, len(batches))
     dist.all_reduce(tokens)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return tokens, most.item()
+    n_microbatches = most.item()
+    # A rank without these would leave the step early, while the others wait for its gradients.
+    empty = torch.zeros_like(batches[0][:1, :1])
+    batches += [empty] * (n_microbatches - len(batches))
+    return tokens, n_microbatches
 
 
 def sum_of_losses(logits, targets):
@@ -109,6 +115,27 @@ def pack(documents, most):
     return rows
 
 
+class OverDocuments(nn.Module):
+    """The toy model for rows of documents: each begins where a position is 0, and sees only itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, positions):
+        document = (positions == 0).cumsum(1)  # its number in the row
+        is_visible = (document[:, :, None] == document[:, None]).tril()[:, None]  # (b, 1, s, s)
+
+        def attention(q, k, v, is_causal):
+            return causal_attention(q, k, v, is_visible)
+
+        x = self.model.tokens(tokens) + self.model.positions(positions)
+        with mock.patch.object(F, "scaled_dot_product_attention", attention):  # Block stays as it is
+            for block in self.model.blocks:
+                x = block(x)
+        return F.linear(self.model.norm(x), self.model.tokens.weight)
+
+
 def cut_documents(text, most):
     """The paragraphs of a text, as documents of 2 to `most` bytes: longer ones are cut."""
     documents = []
@@ -132,33 +159,13 @@ def load_microbatches(config, documents, step, device, rank, world_size):
     rows = pack(share, config.context if config.pack else 0)  # 0: each document has a row of its own
     rows = [torch.cat(row) for row in rows]
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device, non_blocking=True)
+    # If all ranks have equally many documents, in rows of their own, this makes --accum microbatches.
     b = config.batch // world_size // config.accum
     batches = []
     for first in range(0, len(rows), b):
         longest = max(map(len, rows[first : first + b]))
         batches.append(tokens[first : first + b, :longest])
     return batches
-
-
-class OverDocuments(nn.Module):
-    """The toy model for rows of documents: each begins where a position is 0, and sees only itself."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens, positions):
-        document = (positions == 0).cumsum(1)  # its number in the row
-        is_visible = (document[:, :, None] == document[:, None]).tril()[:, None]  # (b, 1, s, s)
-
-        def attention(q, k, v, is_causal):
-            return causal_attention(q, k, v, is_visible)
-
-        x = self.model.tokens(tokens) + self.model.positions(positions)
-        with mock.patch.object(F, "scaled_dot_product_attention", attention):  # Block stays as it is
-            for block in self.model.blocks:
-                x = block(x)
-        return F.linear(self.model.norm(x), self.model.tokens.weight)
 
 
 # What follows is ddp.py's, but for one line: gradients are summed over the ranks, and divided by nothing.
@@ -287,9 +294,6 @@ def train(config):
         loss = 0
         batches = load_microbatches(config, documents, step, device, rank, world_size)
         tokens, n_microbatches = agree(batches)
-        # Without its empty microbatches a rank would leave the step while the others wait for its gradients.
-        empty = torch.zeros_like(batches[0][:1, :1])
-        batches += [empty] * (n_microbatches - len(batches))
         for i, batch in enumerate(batches, 1):
             model.is_last_backward = i == n_microbatches
             inputs, targets, positions = batch.unbind(-1)
