@@ -1,6 +1,6 @@
 """How wrong other means are than uneven.py's, in the first step: its loss, its gradient's norm and direction.
 
-    torchrun --nproc_per_node=4 bench/means.py --size small --context 512 --batch 64 --accum 2
+    torchrun --nproc_per_node=4 bench/means.py --context 512 --batch 64 --accum 2
 
 Flags are uneven.py's. "off" is the norm of the difference from the right gradient, over the right one's norm.
 ranks: each divides by its own tokens, and gradients are averaged. microbatches: each divides by its own
