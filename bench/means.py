@@ -6,12 +6,15 @@ Flags are uneven.py's. "off" is the norm of the difference from the right gradie
 ranks: each divides by its own tokens, and gradients are averaged. microbatches: each divides by its own
 tokens, the mean of a rank's is averaged over ranks. Join: torch's DDP within torch's Join, where a rank whose
 documents have ended takes part with zeros; each microbatch's mean, averaged over the ranks and the most
-microbatches of any.
+microbatches of any. The last line is of all --steps: how much longer than the mean of ranks the slowest
+computes, by FLOPs of documents; how many microbatches all take; what part of the rows is padding.
 """
 
 import importlib
+import statistics
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -53,6 +56,30 @@ def joined(lesson, rows, batches, most):
     return found
 
 
+def work(lesson, config, documents, ranks):
+    """How even the ranks' work is, and how full their rows, as a line."""
+    deal, idle, most = lesson.deal, [], []
+    slots = tokens = 0
+
+    def noted(documents, order, cost, ranks):
+        shares = deal(documents, order, cost, ranks)
+        costs = [sum(cost(len(document)) for document in share) for share in shares]
+        idle.append(max(costs) / statistics.mean(costs) - 1)
+        return shares
+
+    with mock.patch.object(lesson, "deal", noted):
+        for step in range(1, config.steps + 1):
+            numbers = []
+            for rank in range(ranks):
+                batches = lesson.load_microbatches(config, documents, step, "cpu", rank, ranks)
+                numbers.append(len(batches))
+                slots += sum(batch[..., 1].numel() for batch in batches)
+                tokens += sum(batch[..., 1].count_nonzero().item() for batch in batches)
+            most.append(max(numbers))
+    found = f"slowest over mean {statistics.mean(idle):+.1%}, at most {max(idle):+.1%}"
+    return f"{found} | {statistics.mean(most):.2f} microbatches | {1 - tokens / slots:.0%} padding"
+
+
 def norm_of(tensors):
     return torch.stack([tensor.double().norm() for tensor in tensors]).norm().item()
 
@@ -86,6 +113,7 @@ def main():
                 f"loss {100 * (loss / right_loss - 1):+7.3f} % | norm {100 * (norm / right_norm - 1):+7.2f} %"
             )
             print(f"{way:<13}loss {loss:.4f} | norm {norm:.4f} | {percent} | off {100 * off:.1f} %")
+        print(work(lesson, config, documents, ranks))
     dist.barrier()
     dist.destroy_process_group()
 
