@@ -14,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 # In reading order.
-LESSONS=(single collectives dp_threads dp_async ddp diloco zero1 zero2 zero3 hsdp muon offload
+LESSONS=(single collectives dp_threads dp_async ddp uneven diloco zero1 zero2 zero3 hsdp muon offload
     tensor_parallel sequence_parallel context_parallel expert_parallel checkpointing zero_r fusion
     pipeline zero_bubble pipeline_v parallel_3d resume survive)
 
@@ -163,7 +163,7 @@ run_all() { # and print the name of each as it ends
             run "$lesson-alone" "$python" "$watched" --dtype fp64
             run "$lesson" "$torchrun=$ranks" "$watched" --dtype fp64
             ;;
-        muon) # which has another optimizer
+        muon | uneven) # which has another optimizer, or other batches
             run_plain "$lesson-alone" "$python" "$watched"
             run "$lesson" "$torchrun=$ranks" "$watched"
             ;;

@@ -56,7 +56,7 @@ OWN_FLAGS = {"expert_parallel": ["--balance=0"], "diloco": ["--outer-lr=1", "--i
 OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
 UNSPLIT = "pipeline zero_bubble pipeline_v tensor_parallel sequence_parallel context_parallel expert_parallel"
 UNSPLIT = f"{UNSPLIT} parallel_3d checkpointing zero_r".split()  # for all ranks the same batch
-SPLIT = "collectives ddp zero1 zero2 zero3 hsdp muon diloco offload fusion resume survive"
+SPLIT = "collectives ddp uneven zero1 zero2 zero3 hsdp muon diloco offload fusion resume survive"
 LESSONS = (*SPLIT.split(), *UNSPLIT)
 ALL = ("single", "dp_threads", "dp_async", *LESSONS)  # the first three with --host alone
 # Root mean square over all weights (AdamW makes whole steps of rounding noise in single ones).
@@ -77,6 +77,11 @@ def load(name):
     return lesson
 
 
+def loader_of(lesson):
+    """The name of its function that loads a step's batches: in uneven.py not the toy model's."""
+    return "load_microbatches" if hasattr(lesson, "load_microbatches") else "microbatches"
+
+
 class Ours:
     """A lesson's own train(), in a thread that waits for its turns: step() lets it take a step."""
 
@@ -86,16 +91,18 @@ class Ours:
         self.may_go = threading.Semaphore(0)
         self.has_stopped = threading.Semaphore(0)
         self.error = None
-        microbatches, made = self.lesson.microbatches, {}
+        loader = loader_of(self.lesson)
+        microbatches, made = getattr(self.lesson, loader), {}
 
         def begin(config, text, step, *more):
             self.has_stopped.release()
             self.may_go.acquire()
             if more not in made:
                 made[more] = list(microbatches(config, text, 1, *more))
-            return iter(made[more])
+            return list(made[more]) if documents else iter(made[more])
 
-        self.lesson.microbatches = begin
+        documents = loader == "load_microbatches"
+        setattr(self.lesson, loader, begin)
         self.lesson.print_step = lambda *_: None
         threading.Thread(target=self.train, daemon=True).start()
         self.step()  # builds all, up to its first turn
@@ -142,14 +149,24 @@ class Race:  # the contenders of one lesson on this rank
             self.device, text = self.lesson.set_up(self.config, replicas=1 if name in UNSPLIT else None)
         torch.set_num_threads(1)
         share = (0, 1) if name in UNSPLIT else (dist.get_rank(), dist.get_world_size())
-        self.batches = list(self.lesson.microbatches(self.config, text, 1, self.device, *share))
+        if name == "uneven":
+            text = self.lesson.cut_documents(text, self.config.context)
+        load_batches = getattr(self.lesson, loader_of(self.lesson))
+        self.batches = list(load_batches(self.config, text, 1, self.device, *share))
         part = self.config.batch // dist.get_world_size() // self.config.accum
-        self.part = [(inputs[:part], targets[:part]) for inputs, targets in self.batches]
+        self.part = self.batches
+        if name != "uneven":  # whose documents are dealt already
+            self.part = [(inputs[:part], targets[:part]) for inputs, targets in self.batches]
         self.alone = ALONE
         self.adds_losses = "dist.all_reduce(loss)" in inspect.getsource(self.lesson)
         self.ours = {f"{name}.py": (name, own)}
         self.ours |= {f"{name}.py {shlex.join(more)}": (name, [*own, *more]) for more in bench.also}
-        if name not in ("expert_parallel", "muon", "diloco"):  # which train another model, or otherwise
+        if name not in (
+            "expert_parallel",
+            "muon",
+            "diloco",
+            "uneven",
+        ):  # other models
             self.ours |= {f"{other}.py": (other, flags) for other in bench.beside}
         self.peers = peers_of(name)
 
@@ -242,7 +259,8 @@ class Race:  # the contenders of one lesson on this rank
             return
         name, own = self.ours[title]
         lesson = load(name)
-        microbatches = lesson.microbatches
+        loader = loader_of(lesson)
+        microbatches = getattr(lesson, loader)
 
         def begin(config, text, step, *more):
             if step == 3:
@@ -253,7 +271,8 @@ class Race:  # the contenders of one lesson on this rank
             if step == 3:
                 meter.__exit__(None, None, None)
 
-        lesson.microbatches, lesson.print_step = begin, end
+        setattr(lesson, loader, begin)
+        lesson.print_step = end
         with contextlib.redirect_stdout(None):
             lesson.train(lesson.parse([*own, "--steps", "3"]))
 

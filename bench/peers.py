@@ -21,6 +21,7 @@ from peers_torch import (
     fsdp2,
     hsdp,
     local_sgd,
+    uneven,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -40,6 +41,11 @@ PEERS = {
         "torch DDP, defaults": partial(ddp, {}),
         "torch DDP, buckets of P/5": partial(ddp, FIFTHS),
         "torch DDP, buckets of P/5, views": partial(ddp, VIEWS),
+    },
+    "uneven": {
+        ALONE: partial(uneven, None),
+        "torch DDP, loss * N / tokens": partial(uneven, {}),
+        "torch DDP, loss * N / tokens, views": partial(uneven, {"gradient_as_bucket_view": True}),
     },
     "resume": {
         "DDP + ZeroRedundancyOptimizer": partial(ddp_with_zero, {}),

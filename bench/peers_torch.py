@@ -1,7 +1,7 @@
 """PyTorch's own modules as peers: what bench/peers.py lists. Each is built of (lesson, config, device)."""
 
 import itertools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -32,6 +32,40 @@ def ddp(options, lesson, config, device):
         size = sum(p.nbytes for p in new_model(lesson, config, "meta").parameters())
         options["bucket_cap_mb"] = min(size / 5 / 2**20, 25)
     return plain(partial(DistributedDataParallel, **options), lesson, config, device)
+
+
+class Uneven(Peer):
+    """uneven.py's rows, masks and agreed microbatches in torch's DDP, whose division by N the loss undoes."""
+
+    def step(self, batches):
+        ranks = dist.get_world_size() if hasattr(self.wrapped, "no_sync") else 1  # 1: alone
+        tokens = sum(batch[..., 1].count_nonzero() for batch in batches)
+        most = torch.full_like(tokens, len(batches))
+        if ranks > 1:
+            dist.all_reduce(tokens)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        empty = torch.zeros_like(batches[0][:1, :1])
+        batches = [*batches, *[empty] * (most.item() - len(batches))]
+        for i, batch in enumerate(batches, start=1):
+            inputs, targets, positions = batch.unbind(-1)
+            last = i == len(batches) or ranks == 1
+            with nullcontext() if last else self.wrapped.no_sync():
+                loss = self.lesson.sum_of_losses(self.wrapped(inputs, positions), targets)
+                (loss * ranks / tokens).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.model.zero_grad()
+
+
+def uneven(options, lesson, config, device):
+    """options: those of torch's DDP, or None to compute alone."""
+
+    def wrap(model):
+        rows = lesson.OverDocuments(model)
+        return rows if options is None else DistributedDataParallel(rows, **options)
+
+    peer = plain(wrap, lesson, config, device)
+    return Uneven(lesson, config, peer.model, peer.wrapped, peer.optimizer)
 
 
 def ddp_with_zero(options, lesson, config, device):

@@ -52,7 +52,7 @@ def rows(pattern, text=README):
 
 
 LESSONS = rows(r"\| \[`(\w+)\.py`\]\S+ \| (.+) \|")  # in reading order: what each teaches
-CHANGES = rows(r"diff (\w+)\.py (\w+)\.py *#? ?(.*)")  # {old: [new, why]}
+CHANGES = re.findall(r"^diff (\w+)\.py (\w+)\.py *#? ?(.*)$", README, re.M)  # [(old, new, why)]
 MEASURED = rows(r"(\w+) +(\d+) +([\d.]+) +\S+" + r" +(\S+ / \S+|-)" * 5 + r" +([\d.]+)  .*", RUN)
 PICTURES = rows(r"(\w+) +\| ([\w. ]+?) *\|(.*)", (PAGES / "pictures.txt").read_text())
 PEERS = re.findall(r"^\| (\w+\.py.*?) \| (.+) \| ([\d.; ]+) \| ([\d.; ]*?) ?\|$", SPEED, re.M)
@@ -368,7 +368,7 @@ def build(target):
     for name in LESSONS:
         own = [each for each, text in results.items() if re.search(rf"^(# .*\b|## ){name}\.py", text, re.M)]
         write(name, "lesson.html", f"{name}.py", results=own, titles=titles, **lesson_page(name))
-    for old, (new, why) in CHANGES.items():
+    for old, new, why in CHANGES:
         content = changes_page(old, new)
         write(f"{old}-{new}", "changes.html", f"{old} to {new}", old=old, new=new, why=why, **content)
     (target / "explore-data.js").write_text(explorer_data())

@@ -218,9 +218,12 @@ class Gpu(TorchDispatchMode, Rank):
         return lesson
 
 
-def attention(q, k, v, is_causal=False, **_):
+def attention(q, k, v, attn_mask=None, is_causal=False, **_):
     """A GPU's kernel, and not what torch has for devices that have none."""
-    return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
+    if attn_mask is not None:  # a mask is added to the scores of each head
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+        attn_mask = attn_mask.expand(-1, q.shape[1], -1, -1)
+    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
 
 
 def even_counts(moe, all_gather_counts, chosen):

@@ -26,6 +26,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "collectives": ("--noise-scale",),
     "dp_threads": ("--no-threads",),
     "dp_async": ("--mode asp", "--mode ssp"),
+    "uneven": ("--order balanced", "--pack"),
     "hsdp": ("--shard 2", "--shard 1", "--shard 2 --prefetch 0"),
     "diloco": ("--inner-steps 4 --steps 8 --fragments 2 --delay 1",),
     "offload": ("--params",),
@@ -48,6 +49,7 @@ NAMED = {
     "expert_parallel": {("copy", "all_gather_counts()"): "k"},
     "diloco": {("copy", "print_means()"): 1, ("item", "print_step()"): 0},
     "diloco --delay": {("copy", "microbatches()"): 4},
+    "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
     "offload": {("item", "step()"): 1},
     "resume --checkpoint": {("copy", "train()"): 1},
 }
@@ -110,7 +112,7 @@ def in_order(path, size=4, flags="", main=None):
     """All ranks get through a run."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text")
-        text.write_bytes(bytes(300))  # the same tokens on all ranks, so that all experts are as busy
+        text.write_bytes(b"a" * 300)  # the same tokens on all ranks, so that all experts are as busy
         shape = f"--data {text} --layers 2 --heads 24 --width 48 --context 48 --vocab 264 --batch 24"
         nccl_order.replay(path, size, f"{shape} --steps 2 {flags}".replace("FOLDER", folder), main)
 

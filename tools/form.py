@@ -18,6 +18,7 @@ LESSONS = {  # tokens of the technique
     "dp_threads.py": 1500,
     "dp_async.py": 1730,
     "ddp.py": 1360,
+    "uneven.py": 2245,  # all of ddp.py, and four ideas
     "zero1.py": 1695,
     "zero2.py": 1720,
     "zero3.py": 2250,
@@ -61,6 +62,7 @@ FORM = {
     "longest function": (32, "a function is seen at once"),
 }
 DIFFS = {  # changed lines between neighbours, whose difference is the technique and almost nothing else
+    "ddp uneven": 200,
     "ddp zero1": 337,
     "zero1 zero2": 86,
     "zero2 zero3": 203,

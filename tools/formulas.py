@@ -47,7 +47,7 @@ from collections import namedtuple
 # `idle`, as a part of the time that `compute` takes. With the letters of tools/letters.py, and
 # Q FLOPs of a token, 6P+12Lhs, a third of them in forward (PaLM, arXiv 2204.02311, appendix B); n (N-1)/N;
 # A bytes that travel in a message's latency; Y those in the whole model's forward of a microbatch; B bytes of
-# ddp.py's last bucket.
+# ddp.py's last bucket; M FLOPs of a rank's documents in the mean, D those of the rank that has most.
 TIME = """
 single             compute  Qkbs
 collectives        compute  Qkbs
@@ -55,6 +55,9 @@ dp_threads         compute  Qkbs                    of a replica, beside the oth
 dp_async           compute  Qkbs                    of a worker, beside the others
 ddp                compute  Qkbs
 ddp                exposed  4(N-1)A+max(2nB,2nwP-2Y)    the last bucket, or what backward is too short to hide
+uneven             compute  M                       without padding, and half of attention's scores
+uneven             exposed  4(N-1)A+max(2nB,2nwP-2Y)    as in ddp.py, if the microbatches are full
+uneven             idle     (D-M)/M                 slowest over mean, minus 1
 zero1              compute  Qkbs
 zero1              exposed  6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    first gather, last reduction
 zero2              compute  Qkbs

@@ -55,7 +55,8 @@ def run(lesson, config, trace=None, watch=None):
     """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
     watch = watch or Watch()
     history = {"losses": [], "grad_norms": [], "step_ms": []}
-    microbatches, print_step = lesson.microbatches, lesson.print_step
+    loader = "load_microbatches" if hasattr(lesson, "deal") else "microbatches"  # of uneven.py, of all others
+    microbatches, print_step = getattr(lesson, loader), lesson.print_step
     begun = set()  # steps, of which the first may be any, in resume.py
     period = getattr(config, "inner_steps", 1)  # of the lines that diloco.py prints
     keep_trace = torch.profiler.tensorboard_trace_handler(trace or ".", f"rank{os.environ.get('RANK', 0)}")
@@ -86,8 +87,17 @@ def run(lesson, config, trace=None, watch=None):
         history["grad_norms"].append(grad_norm.item())
         history["step_ms"].append(1e3 * (time.perf_counter() - started))
 
+    def deal(documents, order, cost, ranks):
+        shares = own_deal(documents, order, cost, ranks)
+        config.costs.append([sum(cost(len(document)) for document in share) for share in shares])
+        return shares
+
+    replaced = {loader: begin, "print_step": end}
+    if own_deal := getattr(lesson, "deal", None):
+        config.costs = []  # of each step: FLOPs of each rank's documents
+        replaced["deal"] = deal
     watched = mock.patch.object(threading.Thread, "run", lambda thread: watch.run_thread(thread))
-    with mock.patch.multiple(lesson, microbatches=begin, print_step=end), watched:
+    with mock.patch.multiple(lesson, **replaced), watched:
         _push_mode(watch)
         lesson.train(config)
     return watch, history
@@ -226,7 +236,7 @@ def main():
     for problem in find_problems(given):
         refuse(problem)
     lesson = load(given.lesson)
-    if given.ranks and {"MoE", "Offload", "ShardedOptimizer"} & vars(lesson).keys():
+    if given.ranks and {"MoE", "Offload", "ShardedOptimizer", "deal"} & vars(lesson).keys():
         refuse(f"--ranks {given.ranks}: {given.lesson} needs values, or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])

@@ -7,10 +7,12 @@ of a parameter's optimizer state; G so stepped at a time; f units gathered ahead
 over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
 is its mean. H parameters in Muon's matrices, O of them on the rank with most; o bytes of an outer momentum.
-H are diloco.py's steps from exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
+Documents of the rank that has most take D FLOPs, a rank's M in the mean. H are diloco.py's steps from
+exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
 """
 
 import re
+import statistics
 from collections import Counter
 
 import torch
@@ -72,6 +74,9 @@ def letters_of(lesson, config, ranks, backend):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
         letters["U"] = 8 * config.width**2 + 5 * config.width
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
+    if hasattr(config, "costs"):
+        letters["D"] = statistics.mean(map(max, config.costs))
+        letters["M"] = statistics.mean(map(statistics.mean, config.costs))
     if hasattr(config, "outer_lr"):
         letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
     if hasattr(lesson, "assign_owners"):

@@ -159,7 +159,7 @@ def run(path, lesson, size=1, flags=""):
 
 def plain_of(lesson):
     """(path, lesson) of the plain loop: single.py; of another model or optimizer the lesson as it is."""
-    name = lesson if lesson in ("expert_parallel", "muon", "diloco") else "single"
+    name = lesson if lesson in ("expert_parallel", "muon", "diloco", "uneven") else "single"
     return str(ROOT / f"{name}.py"), name
 
 
