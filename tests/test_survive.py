@@ -323,11 +323,12 @@ ALONE = "survive.py: nobody who has the weights is left"
 
 
 def check_refused(name):
-    """A newcomer that is refused, or has another text, is out, and the others go on."""
-    for data in "/nowhere", "README.md":
-        other = f"        members.worker < config.workers or vars(config).update(data='{data}')\n"
-        edits = {TRAIN: other + TRAIN}
-        launched(name, "--workers 2 --join 2 --timeout 2", edits=edits | WAIT_FOR_NEWCOMER)
+    """A newcomer that is refused, or has another text, is out, says so, and the others go on."""
+    for data, reason in ("/nowhere", "No such file"), ("README.md", "worker 2 is out"):
+        new = f"config.data, sys.stderr = '{data}', open(FOLDER + '/log', 'a')"
+        edits = {TRAIN: f"        if worker == 2:\n            {new}\n{TRAIN}"} | WAIT_FOR_NEWCOMER
+        told = launched(name, "--workers 2 --join 2 --timeout 2", edits=edits)
+        assert f"--data {data}" in told and reason in told, f"says: {told}"
 
 
 def check_early_end(name):
@@ -464,6 +465,7 @@ MUTANTS = [
     ("set(self.members).difference(self.before)", "self.members", check_state, "members who have it"),
     ("time.sleep(0.01)\n            self", "time.sleep(1e-3)\n            self", check_newcomer, "too often"),
     ("code == 2 and worker < config.workers", "code == 2", check_refused, "exit code 2"),
+    ('os.environ["RANK"] = "0"', "pass", check_refused, "says: "),
     ("!= checksum.encode()", "== 0", check_refused, "weights differ"),
     ('if store.check(["saved"]):', "if code == 0:", check_early_end, "weights differ"),
     ('("127.0.0.1", 0)', '("0.0.0.0", 0)', check_early_end, "other hosts"),

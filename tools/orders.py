@@ -351,8 +351,11 @@ def search(path, case):
                 todo += [((link, choice), state) for choice in choices[1:]]
                 link, last = (link, choices[0]), state
                 trial.go(*choices[0])
-        except Exception as error:  # an AssertionError, or the protocol's own
-            raise AssertionError(f"{error}: {told(trial.events)}") from error
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {told(trial.events)}") from None
+        except Exception as error:  # the protocol's own
+            kind = type(error).__name__
+            raise AssertionError(f"{kind}: {error}: {told(trial.events)}") from error
     can_end = set()
     while ends:
         state = ends.pop()
