@@ -217,7 +217,7 @@ ON_GPU = [
         "self.own_param.copy_(self.shard.data.cpu())",
         WAITS_IN,
     ),
-    ("zero2", "views[param].copy_(param.grad.to_dense())", "views[param].copy_(param.grad.sum().item())", WAITS_IN),
+    ("zero2", "copy_(param.grad.to_dense())", "copy_(param.grad.sum().item())", WAITS_IN),
     ("zero3", "self.flat_grad.zero_()", "self.flat_grad.any().item()", WAITS_IN),
     ("tensor_parallel", "all_reduce(grad_x,", "all_reduce(grad_x.cpu(),", HOST),
     ("sequence_parallel", "= x.new_empty(dist", "= torch.empty(dist", HOST),
