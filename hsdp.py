@@ -5,7 +5,6 @@ Idea
     the F ranks of a node, or --shard F neighbours, share a copy of the model, and gather and reduce as in
     zero3.py. The copies are replicas, as in ddp.py: ranks with the same shard average its gradient, and send
     1/F of what ddp.py sends (hybrid sharding: FSDP, arXiv 2304.11277, 3.2.2; MiCS, arXiv 2205.00119).
-
     Parameters travel in units: each block is one, all others are the root. A rank's shard is 1/F of each.
 
 Timeline (of three blocks, with --prefetch 1; the root and what waits at the ends are not drawn)
@@ -29,9 +28,8 @@ Run
 
 Left out
     Buffers are not averaged. Each step must use all parameters. A sharded weight is NaN. Not noticed: an
-    optimizer that is not elementwise or is made before wrapping; torch's clip_grad_norm_ and GradScaler; an
-    update before a step's last backward; a step without one; parameters that are added or unfrozen after
-    wrapping; a loss that uses what a unit made and did not return. What else fails, and how: docs/use.md.
+    optimizer that is not elementwise; torch's clip_grad_norm_ and GradScaler; an update before a step's last
+    backward; a step without one; added or unfrozen parameters; a loss that uses what a unit did not return.
 """
 
 import argparse
@@ -62,8 +60,7 @@ class HSDP(nn.Module):
         reduce_scatter(unit.shard.grad, unit.flat_grad, group=group)  # as there, in this node
         all_reduce(unit.shard.grad, group=replica_group)  # a rank of each node, with the same shard
 
-    The problem is that nothing is computed during the all-reduce. So here it starts when the next unit has
-    its gradients, and travels while backward goes on.
+    Nothing is computed during that all-reduce. So here it travels while backward computes the next units.
     parameters() are this rank's shards, for an elementwise optimizer that is made after wrapping. device:
     where shards and unsharded units are. is_last_backward: False but in a step's last saves all-reduces."""
 
@@ -73,6 +70,7 @@ class HSDP(nn.Module):
         self.prefetch = prefetch
         self.is_last_backward = True
         self.group, replica_group = make_groups(shard_size)
+        self.has_optimizer = False  # until somebody asks for parameters()
         self.waiting = set()  # during backward: the units that do not have all their gradients yet
         self.reducing = None  # the unit whose gradients are travelling
         # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
@@ -98,6 +96,7 @@ class HSDP(nn.Module):
         self._protect()
 
     def parameters(self, recurse=True):
+        self.has_optimizer = True
         return iter([unit.shard for unit in self.units])
 
     def forward(self, *args, **kwargs):
@@ -203,6 +202,8 @@ class HSDP(nn.Module):
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
+        if torch.is_grad_enabled() and not self.has_optimizer:
+            raise RuntimeError("make the optimizer after wrapping, of the wrapper's parameters()")
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
         if not all(unit.shard.requires_grad for unit in self.units):
@@ -222,7 +223,6 @@ def refuse_use(*args, **kwargs):
 class Unit:
     """Parameters that travel together, as views of flat_param, which has memory only while the unit is
     unsharded. Their gradients gather in flat_grad, which has memory from the first until it has been sent.
-
     shard, which the optimizer updates, is a copy of this rank's 1/F of flat_param (in bf16 an fp32 copy)."""
 
     def __init__(self, params, device, group, replica_group):
@@ -410,7 +410,7 @@ def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name:
 
 
 def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":
+    if os.getenv("RANK", "") in "0":  # or it is not set
         sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
     else:
         time.sleep(5)

@@ -36,12 +36,11 @@ Left out
     Convolutions are in the root. Query, key and value are orthogonalized as one matrix, which they are here.
     Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
     All ranks must call forward together and use matrices in the same order, or they hang or mix up gradients.
-    Not noticed: an optimizer of parameters() that is not elementwise; one of the module's own parameters, as
-    it was made before wrapping, which updates nothing; a parameter that is added or unfrozen after wrapping,
-    which is not trained, and a shard that is frozen, which is; root parameters of several dtypes, which get
-    the widest; torch's own clip_grad_norm_ and GradScaler, which look at what this rank owns; an update
-    before a step's last backward. A submodule that is called alone after an update has old weights.
-    After zero_grad(set_to_none=False) gradients of matrices, or of what other ranks own, may remain.
+    Not noticed: an optimizer of parameters() that is not elementwise; a parameter that is added or unfrozen
+    after wrapping, which is not trained, and a shard that is frozen, which is; root parameters of several
+    dtypes, which get the widest; torch's own clip_grad_norm_ and GradScaler, which look at what this rank
+    owns; an update before a step's last backward. A submodule that is called alone after an update has old
+    weights. After zero_grad(set_to_none=False) gradients of matrices, or of what other ranks own, may remain.
 """
 
 import argparse
@@ -119,6 +118,7 @@ class ZeROMuon(nn.Module):
         self.module = module
         self.is_last_backward = True
         self.accumulating = False  # between the backwards of a step: there are no new weights then
+        self.has_optimizer = False  # until somebody asks for parameters()
         self.waiting = set()  # during backward: the parameters that do not have their gradient yet
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
@@ -136,6 +136,7 @@ class ZeROMuon(nn.Module):
         self._protect()
 
     def parameters(self, recurse=True):
+        self.has_optimizer = True
         return iter(self.shards[:1])
 
     def forward(self, *args, **kwargs):
@@ -206,6 +207,8 @@ class ZeROMuon(nn.Module):
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
+        if torch.is_grad_enabled() and not self.has_optimizer:
+            raise RuntimeError("make the optimizer after wrapping, of the wrapper's parameters()")
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
         if any(unit.broadcast_work for unit in self.units):
@@ -259,8 +262,8 @@ def find_units(module, unit_class):
     matrices = find_matrices(module, unit_class)
     params = [param for param in module.parameters() if param.requires_grad]
     root = [param for param in params if param not in matrices]
-    if not matrices:
-        raise ValueError(f"the module has no {unit_class} with a matrix that can be trained")
+    if not matrices or any(param._post_accumulate_grad_hooks for param in params):
+        raise ValueError(f"the module has no {unit_class} with a matrix, or it is wrapped already")
     n_ranks = dist.get_world_size()
     grad_sums = {param: torch.zeros_like(param) for param in params}
     # The root's parameters, and its gradients, become views of a flat tensor, of which each rank owns a part.
@@ -363,7 +366,7 @@ def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name:
 
 
 def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":
+    if os.getenv("RANK", "") in "0":  # or it is not set
         sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
     else:
         time.sleep(5)

@@ -29,10 +29,10 @@ Run
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
     All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
-    Not noticed: an optimizer that is not elementwise, such as Shampoo (for Muon see muon.py); one of the
-    module's own parameters, as it was made before wrapping, which updates nothing; a parameter that is added
-    or unfrozen after wrapping, which is not trained; torch's own clip_grad_norm_ and GradScaler, which look
-    at 1/N of the gradients; an update before a step's last backward. What else fails, and how: docs/use.md.
+    Not noticed: an optimizer that is not elementwise, such as Shampoo (for Muon see muon.py); a parameter
+    that is added or unfrozen after wrapping, which is not trained; torch's own clip_grad_norm_ and
+    GradScaler, which look at 1/N of the gradients; an update before a step's last backward. What else fails,
+    and how: docs/use.md.
     A submodule that is called alone after an update has old weights. zero_grad(set_to_none=False) between the
     backwards of a step keeps the gradients of other ranks' shards.
 """
@@ -79,6 +79,7 @@ class ZeRO1(nn.Module):
         self.module = module
         self.is_last_backward = True
         self.accumulating = False  # between the backwards of a step: there are no new weights then
+        self.has_optimizer = False  # until somebody asks for parameters()
         self.waiting = set()  # during backward: the units that do not have all their gradients yet
         self.reducing = None  # the unit whose gradients are travelling
         # All ranks start from rank 0's weights and buffers.
@@ -98,6 +99,7 @@ class ZeRO1(nn.Module):
         self._protect()
 
     def parameters(self, recurse=True):
+        self.has_optimizer = True
         return iter([unit.shard for unit in self.units])
 
     def forward(self, *args, **kwargs):
@@ -160,6 +162,8 @@ class ZeRO1(nn.Module):
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
+        if torch.is_grad_enabled() and not self.has_optimizer:
+            raise RuntimeError("make the optimizer after wrapping, of the wrapper's parameters()")
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
         if not all(unit.shard.requires_grad for unit in self.units):
@@ -319,7 +323,7 @@ def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name:
 
 
 def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":
+    if os.getenv("RANK", "") in "0":  # or it is not set
         sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
     else:
         time.sleep(5)

@@ -31,10 +31,10 @@ Run
 Left out
     Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
     All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
-    Not noticed: an optimizer that is not elementwise, such as Shampoo (for Muon see muon.py); one of the
-    module's own parameters, as it was made before wrapping, which updates nothing; a parameter that is added
-    or unfrozen after wrapping, which is not trained; torch's own clip_grad_norm_ and GradScaler, which look
-    at 1/N of the gradients; an update before a step's last backward. What else fails, and how: docs/use.md.
+    Not noticed: an optimizer that is not elementwise, such as Shampoo (for Muon see muon.py); a parameter
+    that is added or unfrozen after wrapping, which is not trained; torch's own clip_grad_norm_ and
+    GradScaler, which look at 1/N of the gradients; an update before a step's last backward. What else fails,
+    and how: docs/use.md.
     While a weight is sharded, it is NaN: use it in its unit's forward only. If the loss uses a tensor that a
     unit has made but not returned, or only inside of a dataclass, backward reads freed memory: return it.
 """
@@ -83,6 +83,7 @@ class ZeRO3(nn.Module):
         super().__init__()
         self.module = module
         self.prefetch = prefetch
+        self.has_optimizer = False  # until somebody asks for parameters()
         self.waiting = set()  # during backward: the units that do not have all their gradients yet
         self.reducing = None  # the unit whose gradients are travelling
         # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
@@ -108,6 +109,7 @@ class ZeRO3(nn.Module):
         self._protect()
 
     def parameters(self, recurse=True):
+        self.has_optimizer = True
         return iter([unit.shard for unit in self.units])
 
     def forward(self, *args, **kwargs):
@@ -205,6 +207,8 @@ class ZeRO3(nn.Module):
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
+        if torch.is_grad_enabled() and not self.has_optimizer:
+            raise RuntimeError("make the optimizer after wrapping, of the wrapper's parameters()")
         if self.waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
         if not all(unit.shard.requires_grad for unit in self.units):
@@ -224,7 +228,6 @@ def refuse_use(*args, **kwargs):
 class Unit:
     """Parameters that travel together, as views of flat_param, which has memory only while the unit is
     unsharded. Their gradients gather in flat_grad, which has memory from the first until it has been sent.
-
     shard, which the optimizer updates, is a copy of this rank's 1/N of flat_param (in bf16 an fp32 copy)."""
 
     def __init__(self, params, device):
@@ -382,7 +385,7 @@ def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name:
 
 
 def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":
+    if os.getenv("RANK", "") in "0":  # or it is not set
         sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
     else:
         time.sleep(5)

@@ -330,7 +330,7 @@ def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name:
 
 
 def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":
+    if os.getenv("RANK", "") in "0":  # or it is not set
         sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
     else:
         time.sleep(5)

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import ROOT, apart, holds, mutants, world
-from tests.test_zero import Gate, check_odd, wrap
+from tests.test_zero import Gate, check_odd, wrap, wrap_only
 
 USE = (ROOT / "docs/use.md").read_text()
 LESSONS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -284,13 +284,13 @@ def averaged(wrapper):
 def optimizer_before(name):
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    wrapper = wrap(name, model, Block, **options(name))[1]
+    _, wrapper = wrap_only(name, model, Block, **options(name))
     train(wrapper, batches()[1], optimizer)
     return same(wrapper, trained())
 
 
 def optimizer_of(name, module_of):
-    wrapper = wrapped(name)
+    _, wrapper = wrap_only(name, model_of(), Block, **options(name))
     train(wrapper, batches()[1], torch.optim.SGD(module_of(wrapper).parameters(), 0.1))
     return same(wrapper, trained())
 
@@ -304,7 +304,8 @@ def clip_norm(model):
 
 
 def clip_early(name):
-    return "right" if wrapped(name).clip_grad_norm_(1.0) == 0 else "not noticed"
+    wrapped(name).clip_grad_norm_(1.0)
+    return "not noticed"
 
 
 def penalty(name):
@@ -657,6 +658,8 @@ MUTANTS = [
     ("ddp", "__reduce_ex__(self", "reduce(self", row("copy or pickle"), "moving average: error?"),
     ("ddp", "{param for param in self.module.parameters() if param.requires_grad} != set(self.params)",
      "False", row("unfreeze"), "add a parameter after wrapping: error?"),
+    (ZEROS, "is_grad_enabled() and not self.has_optimizer:", "is_grad_enabled() and 0:",
+     row("make the optimizer before"), "before wrapping: error?"),
     (SHARDED, "{name: weights.get(name, value) for name, value in state_dict.items() if weights}", "weights",
      row("sparse"), "state: right?"),
     (SHARDED, "remove_duplicate=False", "", partial(check_odd, size=2), "weights differ"),

@@ -20,6 +20,7 @@ from tests.test_zero import (
     check_late,
     check_unsynced,
     wrap,
+    wrap_only,
 )
 from tools.watch import noted
 
@@ -143,6 +144,11 @@ def check_protected(name):
         assert "use parameters() and full_state_dict()" in said, f"{use} is not refused: {said}"
     said = error_of(partial(wrap, name, torch.nn.Linear(2, 2), torch.nn.Bilinear))
     assert "with a matrix" in said, f"no matrix: {said}"
+    _, ddp = wrap("ddp", torch.nn.Sequential(torch.nn.Linear(2, 2)), None)
+    said = error_of(partial(wrap, name, ddp.module, torch.nn.Linear))
+    assert "is wrapped already" in said, f"in two wrappers: {said}"
+    said = error_of(lambda: wrap_only(name, torch.nn.Linear(2, 2), torch.nn.Linear)[1](torch.ones(2)))
+    assert "make the optimizer after wrapping" in said, f"no optimizer: {said}"
 
 
 TIMELINE = """send 0 send 1 send 2 send 3 wait 1 wait 0 forward 1 wait 2 forward 2 wait 3 forward 3 forward 4
@@ -169,6 +175,7 @@ def check_timeline(name):
         note = lambda unit, *_, word=word: log.append(f"{word} {max(1, zero.units.index(unit)) - 1}")  # noqa
         setattr(lesson.Unit, name, noted(getattr(lesson.Unit, name), note))
     zero = lesson.ZeROMuon(model, torch.nn.Linear)
+    list(zero.parameters())  # as an optimizer asks for them
     zero(torch.randn(2, 4)).sum().backward()
     assert " ".join(dict.fromkeys(log)) == " ".join(TIMELINE.split()), f"another order: {', '.join(log)}"
 
@@ -188,7 +195,7 @@ MUTANTS = [
     ("0.2 * max(matrix.shape)", "0.2 * min(matrix.shape)", check, "numbers differ"),
     ("self.broadcast_work = dist.broadcast(self.param, self.owner, async_op=True)", "pass", check,
      "numbers differ"),
-    ("(model.parameters(), lr", "(model.shards, lr", check_ledger, "optimizer: +"),
+    ("(model.parameters(), lr", "([*model.parameters(), *model.shards], lr", check_ledger, "optimizer: +"),
     ("matrix.grad.lerp(momentum, beta)", "momentum", check, "numbers differ"),
     ("1 - lr * weight_decay", "1", check, "numbers differ"),
     ("else update.bfloat16()", "else update", check_fp32, "numbers differ"),
@@ -212,7 +219,10 @@ MUTANTS = [
     ('"requires_grad_", ', "", check_protected, "is not refused"),
     (', "_apply"', "", check_protected, "is not refused"),
     ("self.module.state_dict = refuse_use", "pass", check_protected, "is not refused"),
-    ("if not matrices:", "if False:", check_protected, "no matrix"),
+    ("if not matrices or", "if", check_protected, "no matrix"),
+    ("any(param._post_accumulate_grad_hooks for param in params)", "False", check_protected,
+     "in two wrappers"),
+    ("torch.is_grad_enabled() and not self.has_optimizer", "False", check_protected, "no optimizer"),
     ("is None or not self.is_last_backward:", "is None:", check_unsynced, "clipped"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "muon")

@@ -17,7 +17,13 @@ STAGES = ("zero1", "zero2", "zero3")
 
 
 def wrap(name, model, unit_class, **options):
-    """(lesson, model wrapped by its class)."""
+    """(lesson, model wrapped by its class, whose parameters() somebody has asked for)."""
+    lesson, wrapper = wrap_only(name, model, unit_class, **options)
+    list(wrapper.parameters())
+    return lesson, wrapper
+
+
+def wrap_only(name, model, unit_class, **options):
     lesson, stem = load(name), Path(name).stem
     if stem == "single":
         model.clip_grad_norm_ = lambda max_norm: lesson.clip_grad_norm_(model.parameters(), max_norm)
@@ -340,14 +346,6 @@ def check_bypassed(name):
     assert "without calling it" in said, f"used: {said}"
 
 
-@on_ranks(1)
-def check_frozen_late(name):
-    """DDP would average neither what is frozen nor what is unfrozen once it is wrapped."""
-    ddp = chain(name)
-    ddp.module[0].requires_grad_(False)
-    assert "add, replace and freeze parameters" in error_of(partial(ddp, torch.ones(2))), "frozen unnoticed"
-
-
 class Returns(nn.Linear):
     """A unit whose output needs its weights no more, or is detached."""
 
@@ -393,7 +391,6 @@ test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline
 test_zero3_has_one_unit_or_two_unsharded = holds("zero3", check_gathering, check_freed_in_time)
 test_mistakes_are_not_silent = holds(STAGES, check_protected)
 test_units_may_be_compiled = holds(EVERY.split(), check_compiled)
-test_ddp_notices_what_is_frozen_late = holds("ddp", check_frozen_late)
 test_zero1_notices_gradients_of_one_rank = holds("zero1", check_unsynced)
 test_a_unit_whose_forward_is_not_called_is_noticed = holds(("zero1", "zero2"), check_bypassed)
 
@@ -408,7 +405,6 @@ def swapped(indent):
 MUTANTS = [
     (EVERY, "        if self.waiting:\n", "        if False:\n", check_failed, "goes on after"),
     ("ddp", "        self._check()\n        return", "        return", check_failed, "goes on after"),
-    ("ddp", "!= set(self.params):", "== 0:", check_frozen_late, "frozen unnoticed"),
     ("ddp zero1 zero2", "dist.broadcast(tensor.detach(), 0)", "pass", check_odd, "weights differ"),
     ("zero1", "1 / self.n_shards", "1", check_parity, "norms differ"),
     ("zero2 zero3", "1 / self.n_shards", "1", check_parity, "norms differ"),
