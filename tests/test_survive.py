@@ -181,7 +181,7 @@ def check_out(name):
 
 
 @contextmanager
-def pretended(lesson, **instead):
+def simulated(lesson, **instead):
     """Members of one worker without a process group, and with a clock that goes on when they sleep."""
     clock = SimpleNamespace(now=0, perf_counter=float)
     clock.monotonic = lambda: clock.now
@@ -202,7 +202,7 @@ def check_timeouts(name):
     """Whoever waits for a worker that hangs waits for --timeout, and twice that for its answer. If the same
     members fail again, they wait longer."""
     lesson, members = members_of(name, mock.Mock(wraps=dist.HashStore()), workers=1)
-    with pretended(lesson) as clock:
+    with simulated(lesson) as clock:
         members.regroup(1)
         assert members.attempt(1, lambda: None)
         limits = [call.args[2] for call in lesson.dist.init_process_group.mock_calls]
@@ -219,7 +219,7 @@ def check_timeouts(name):
 def check_state(name):
     """The state is sent to newcomers, and only when there are some."""
     lesson, members = members_of(name, workers=1)
-    with pretended(lesson):
+    with simulated(lesson):
         for step in 1, 2:
             members.regroup(step)
         assert not lesson.dist.send_object_list.called, "the state is sent to members who have it"
@@ -233,7 +233,7 @@ def check_error(name):
     """What fails though nobody dies is no death: the job ends, and says why."""
     lesson, members = members_of(name, workers=1)
     fail = mock.Mock(side_effect=RuntimeError("no device eth9"))
-    with pretended(lesson, init_process_group=fail):
+    with simulated(lesson, init_process_group=fail):
         _, errors, code = said(lambda: members.regroup(1))
     assert code == 2 and "no device eth9" in errors[0], f"exit code {code}: {errors}"
     assert fail.call_count < 10, f"fails {fail.call_count} times"
