@@ -86,8 +86,9 @@ def check_trouble(learn, folder):
         shown = [key for key, seen in known.items() if symptom in seen.values() and "zero" in key]
         key = random.Random(len(known)).choice(shown)
         lesson, old, new = trouble.find_mutants()[key]
-        (folder / "mutant.py").write_text((learn.ROOT / f"{lesson}.py").read_text().replace(old, new))
-        seen = trouble.observe(str(folder / "mutant.py"), lesson)
+        file = folder / f"{symptom}.py"  # its runs are cached by its path
+        file.write_text((learn.ROOT / f"{lesson}.py").read_text().replace(old, new))
+        seen = trouble.observe(str(file), lesson)
         assert seen == known[key], f"{key}: docs/trouble.json says otherwise"
 
 
