@@ -210,7 +210,8 @@ RACES += ["uneven", "uneven --order balanced --pack"]
 RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
-RACES += [f"pipeline_v --accum 4 --layers 4 --schedule {schedule}" for schedule in ("zb-v", "dualpipe-v")]
+if torch.__version__ >= "2.13":  # in 2.11's schedules of a V the last rank sends to itself, which gloo cannot
+    RACES += [f"pipeline_v --accum 4 --layers 4 --schedule {schedule}" for schedule in ("zb-v", "dualpipe-v")]
 
 
 @on_ranks(2)

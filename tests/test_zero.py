@@ -384,6 +384,7 @@ def check_freed_in_time(name):
 
 
 EVERY, SHARDED = "ddp zero1 zero2 zero3", "zero1 zero2 zero3"
+UNBOUND = SHARDED if torch.__version__ >= "2.13" else "zero3"  # torch 2.11 compiles the others all the same
 odd = [partial(check_odd, **options) for options in ({"size": 1}, {}, {"size": 2, "how": recompute})]
 test_each_promise_is_kept = holds(("ddp", *STAGES), *odd, check_norm, check_adopted, check_failed, check_late)
 test_any_module_trains_in_buckets = holds("ddp", *(partial(check_odd, bucket_cap_mb=x) for x in (0, 0.001)))
@@ -453,7 +454,7 @@ MUTANTS = [
     (SHARDED, '"load_state_dict", ', "", check_protected, "is not refused"),
     (SHARDED, '"requires_grad_", ', "", check_protected, "is not refused"),
     (SHARDED, ', "_apply"', "", check_protected, "is not refused"),
-    (SHARDED, "refuse_use.__get__(submodule)", "refuse_use", check_compiled, "not compiled"),
+    (UNBOUND, "refuse_use.__get__(submodule)", "refuse_use", check_compiled, "not compiled"),
     (SHARDED, "self.module.state_dict = refuse_use", "pass", check_protected, "is not refused"),
     (SHARDED, "if len({param.dtype for param in params}) > 1:", "if False:", check_protected, "one dtype"),
     (SHARDED, "if not owner or not found:", "if not found:", check_protected, "has no"),

@@ -83,7 +83,14 @@ def tokens_of(source):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return [t for t in tokens if tokenize.tok_name[t.type] not in NO_CODE and t.start[0] not in docstrings]
+    inside = 0  # of f-strings: since Python 3.12 they are several tokens, here they are one
+    found = []
+    for token in tokens:
+        kind = tokenize.tok_name[token.type]
+        if not inside and kind not in NO_CODE and token.start[0] not in docstrings:
+            found.append(token)
+        inside += kind.endswith("STRING_START") - kind.endswith("STRING_END")
+    return found
 
 
 def form_of(source):
