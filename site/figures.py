@@ -3,7 +3,7 @@
     python site/figures.py memory runs/*.json docs/memory.svg
     python site/figures.py activations runs/*.json docs/activations.svg
     python site/figures.py ratios one-host.json two-hosts.json docs/ratios.svg
-    python site/figures.py timeline traces/rank0.*.json docs/overlap-zero3.svg
+    python site/figures.py timeline traces/rank0.*.json docs/overlap-offload.svg
     python site/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
     python site/figures.py noise output.txt docs/noise.svg
 
