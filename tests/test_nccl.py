@@ -47,7 +47,7 @@ NAMED = {
     "collectives --noise-scale": {("item", "train()"): 1},
     "dp_async": {("copy", "microbatches()"): 2, ("item", "train_share()"): 2, ("item", "print_step()"): 1},
     "expert_parallel": {("copy", "all_gather_counts()"): "k"},
-    "diloco": {("copy", "print_means()"): 1, ("item", "print_step()"): 0},
+    "diloco": {("copy", "train()"): 1, ("item", "print_step()"): 0},
     "diloco --delay": {("copy", "microbatches()"): 4},
     "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
     "offload": {("item", "step()"): 1},

@@ -24,7 +24,7 @@ LESSONS = {  # tokens of the technique
     "zero3.py": 2280,
     "hsdp.py": 2610,
     "muon.py": 1990,
-    "diloco.py": 1355,
+    "diloco.py": 1210,
     "offload.py": 2100,
     "tensor_parallel.py": 1890,
     "sequence_parallel.py": 2165,
