@@ -44,6 +44,7 @@ OWN = {
     "uneven": {"--order": ("drawn balanced", "longest")},
     "hsdp": {"--shard": ("1 2", "0 -1 5 x"), "--prefetch": ("0 1 7", "-1 8 x")},
     "diloco": {"--inner-steps": ("1", NO_INT), "--outer-lr": ("1", "nan -1 x"),
+               "--outer-momentum": ("0", "nan -1 2 x"),
                "--fragments": ("1", "0 -1 2 x"), "--delay": ("0", "-1 1 x")},
     "offload": {"--link-gbps": ("1 inf", "0 -1 nan")},
     "context_parallel": {"--cp": ("1 2", "0 -1 5 x"), "--kind": ("ring ulysses", "all"),

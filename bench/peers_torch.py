@@ -88,7 +88,7 @@ def ddp_with_muon(options, lesson, config, device):
 
 
 def local_sgd(lesson, config, device):
-    """torch's average of all weights every inner_steps steps, diloco.py's outer step with --outer-lr 1."""
+    """torch's average of all weights every inner_steps steps: diloco.py without outer momentum."""
     peer = plain(lambda model: model, lesson, config, device)
     averager = PeriodicModelAverager(period=config.inner_steps, warmup_steps=config.inner_steps - 1)
     peer.optimizer = PostLocalSGDOptimizer(peer.optimizer, averager)

@@ -23,7 +23,6 @@ from tests.test_pipeline import SCHEDULES, V
 SCHEDULES = SCHEDULES | V
 # Flags of its own that each lesson is run with, beside none.
 OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
-    "collectives": ("--noise-scale",),
     "dp_threads": ("--no-threads",),
     "dp_async": ("--mode asp", "--mode ssp"),
     "uneven": ("--order balanced", "--pack"),
@@ -44,10 +43,9 @@ ALONE = ("single", "dp_threads", "dp_async")
 # How often the host waits for the GPU in a step of k microbatches: {(why, where): times}.
 WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
 NAMED = {
-    "collectives --noise-scale": {("item", "train()"): 1},
     "dp_async": {("copy", "microbatches()"): 2, ("item", "train_share()"): 2, ("item", "print_step()"): 1},
     "expert_parallel": {("copy", "all_gather_counts()"): "k"},
-    "diloco": {("copy", "print_means()"): 1, ("item", "print_step()"): 0},
+    "diloco": {("copy", "train()"): 1, ("item", "print_step()"): 0},
     "diloco --delay": {("copy", "microbatches()"): 4},
     "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
     "offload": {("item", "step()"): 1},

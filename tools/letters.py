@@ -78,7 +78,7 @@ def letters_of(lesson, config, ranks, backend):
         letters["D"] = statistics.mean(map(max, config.costs))
         letters["M"] = statistics.mean(map(statistics.mean, config.costs))
     if hasattr(config, "outer_lr"):
-        letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
+        letters |= {"o": letters["m"] * (config.outer_momentum > 0), "H": config.inner_steps}
     if hasattr(lesson, "assign_owners"):
         matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
         owned = Counter()
