@@ -37,7 +37,7 @@ LESSONS = {  # tokens of the technique
     "checkpointing.py": 1555,
     "zero_r.py": 1900,
     "fusion.py": 1900,
-    "resume.py": 1905,
+    "resume.py": 1855,
     "survive.py": 2332,  # what may go wrong while something else does: slow steps, saves, newcomers
 }
 LESSON_LINES = 520  # read in ten minutes, a third of it the toy model
