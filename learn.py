@@ -72,7 +72,7 @@ parallel_3d           | Mesh.group | 15 | ranks that differ in one coordinate
 checkpointing         | Checkpoint.recompute | 20 | forward again, with the random numbers of the first time
 zero_r                | Partitioned.partition Partitioned.start_all_gather | 30 | 1/N of a block's input stays
 fusion                | FlashAttention.forward | 40 | tile by tile, with a running maximum and sum
-resume                | ShardedOptimizer.step | 25 | each rank steps its 1/N
+resume                | ShardedOptimizer.step | 25 | each rank updates its 1/N
 survive               | Members.agree | 30 | wait for all who are not dead; the first list in the store holds
 survive-share         | len(inputs) / config.batch | 5 | a mean over few sequences counts less
 """

@@ -30,7 +30,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "diloco": ("--inner-steps 4 --steps 8 --fragments 2 --delay 1",),
     "offload": ("--params",),
     "context_parallel": ("--order contiguous", "--kind ulysses", "--cp 1"),
-    "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --balance bias"),
+    "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --bias-rate 0.005"),
     "pipeline": ("--schedule naive", "--schedule gpipe"),
     "zero_bubble": ("--schedule 1f1b", "--schedule zb-h2"),
     "pipeline_v": ("--schedule dualpipe-v",),

@@ -29,7 +29,7 @@ LESSONS = {  # tokens of the technique
     "tensor_parallel.py": 1890,
     "sequence_parallel.py": 2165,
     "context_parallel.py": 2300,
-    "expert_parallel.py": 2150,
+    "expert_parallel.py": 2010,
     "pipeline.py": 2510,  # four schedules, and a guard for each way to hang
     "zero_bubble.py": 2600,
     "pipeline_v.py": 2800,
@@ -37,7 +37,7 @@ LESSONS = {  # tokens of the technique
     "checkpointing.py": 1555,
     "zero_r.py": 1900,
     "fusion.py": 1900,
-    "resume.py": 1905,
+    "resume.py": 1855,
     "survive.py": 2332,  # what may go wrong while something else does: slow steps, saves, newcomers
 }
 LESSON_LINES = 520  # read in ten minutes, a third of it the toy model
