@@ -23,7 +23,7 @@ LESSONS = {  # tokens of the technique
     "zero2.py": 1750,
     "zero3.py": 2280,
     "hsdp.py": 2610,
-    "muon.py": 1990,
+    "muon.py": 1950,
     "diloco.py": 1355,
     "offload.py": 2100,
     "tensor_parallel.py": 1890,
