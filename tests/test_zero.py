@@ -19,8 +19,15 @@ STAGES = ("zero1", "zero2", "zero3")
 def wrap(name, model, unit_class, **options):
     """(lesson, model wrapped by its class, whose parameters() somebody has asked for)."""
     lesson, wrapper = wrap_only(name, model, unit_class, **options)
-    list(wrapper.parameters())
+    shards_of(wrapper)
     return lesson, wrapper
+
+
+def shards_of(wrapper):
+    """What optimizers are given."""
+    if hasattr(wrapper, "own_parameters"):
+        return [shard for shards in wrapper.own_parameters() for shard in shards]
+    return [*wrapper.parameters()]
 
 
 def wrap_only(name, model, unit_class, **options):
@@ -70,7 +77,7 @@ class Odd(nn.Module):
 
 
 def optimizer_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    return torch.optim.SGD(shards_of(model), lr=0.1, weight_decay=0.1)
 
 
 # (Which of two backwards are a step's last one, whether it clips, whether it updates.)
@@ -274,13 +281,13 @@ def check_late(name):
     torch.manual_seed(0)
     _, model = wrap(name, nn.Sequential(nn.Linear(3, 2)).bfloat16(), nn.Linear)
     x = torch.ones(3, dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = torch.optim.SGD(shards_of(model), lr=0.1, fused=True)
     grads = []
     for set_to_none in False, False, True:
         loss = model(x).sum()
         optimizer.zero_grad(set_to_none)
         loss.backward()
-        grads.append([param.grad.clone() for param in model.parameters()])
+        grads.append([shard.grad.clone() for shard in shards_of(model)])
         if not set_to_none:
             optimizer.zero_grad(set_to_none=False)
     assert all(torch.equal(*pair) for pair in zip(*grads[:2])), "a gradient set to zero is there again"
@@ -330,8 +337,8 @@ def check_compiled(name):
 def check_unsynced(name):
     """Gradients of this rank alone are not clipped as if they were all ranks'."""
     zero = chain(name)
-    zero.is_last_backward = False
-    zero(torch.ones(2)).sum().backward()
+    for zero.is_last_backward in True, False:
+        zero(torch.ones(2)).sum().backward()
     said = error_of(partial(zero.clip_grad_norm_, 1.0))
     assert "must have is_last_backward" in said, f"clipped: {said}"
 
