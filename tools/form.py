@@ -23,13 +23,8 @@ LESSONS = {  # tokens of the technique
     "zero2.py": 1750,
     "zero3.py": 2280,
     "hsdp.py": 2610,
-<<<<<<< HEAD
-    "muon.py": 1990,
-    "diloco.py": 1210,
-=======
     "muon.py": 1950,
-    "diloco.py": 1355,
->>>>>>> o1
+    "diloco.py": 1210,
     "offload.py": 2100,
     "tensor_parallel.py": 1890,
     "sequence_parallel.py": 2165,
