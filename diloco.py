@@ -9,8 +9,8 @@ Idea
     Nesterov momentum, updates the outer weights by it. All ranks go on from there (DiLoCo, arXiv 2311.08105).
     With --outer-lr 1 --outer-momentum 0 that is the mean of the ranks' weights (local SGD, arXiv 1805.09767).
 
-    While all weights travel, nothing is computed. So --fragments cuts them into parts, which are exchanged in
-    turn, and --delay lets training go on while a part travels (Streaming DiLoCo, arXiv 2501.18512).
+    While the outer gradient travels, nothing is computed. So --fragments cuts the weights into parts, which are
+    exchanged in turn, and --delay lets training go on while a part travels (Streaming DiLoCo, 2501.18512).
 
     Losses differ from single.py's, as each optimizer sees 1/N of a batch and has moments of its own. With
     --inner-steps 1 --outer-lr 1 --outer-momentum 0 --optim sgd --clip inf this is ddp.py, and they are equal.
@@ -133,7 +133,8 @@ class DiLoCo:
         self.optimizer.step()
         outer.grad = None
         # During a delay this rank has trained the fragment further, and would lose that. So it goes on from
-        # halfway between its own weights and the outer ones. From now on ranks differ, until average().
+        # halfway between its own weights and the outer ones (the paper's choice). From now on
+        # ranks differ, until average().
         self.inner[self.fragment].lerp_(outer, 0.5 if self.delay else 1)
 
     @torch.no_grad()
@@ -177,7 +178,7 @@ def train(config):
             batches = microbatches(config, text, step, device, rank, world_size)
             sums += inner_step(config, model, optimizer, batches)
             if step == line[-1]:
-                dist.all_reduce(sums)  # before diloco.step(), as it would wait behind a fragment
+                dist.all_reduce(sums)  # first: queued after a fragment, it would wait for it
             diloco.step()
         loss, grad_norm = (sums / world_size / len(line)).cpu()  # waits for the device
         now = time.perf_counter()
@@ -189,6 +190,7 @@ def train(config):
 
 def inner_step(config, model, optimizer, batches):
     """A step of this rank alone. Returns its loss and the norm of its gradient before clipping, (2,)."""
+    # A cast keeps nothing for backward, so the backward of each microbatch may go through the same ones.
     weights = {name: param.to(DTYPES[config.dtype]) for name, param in model.named_parameters()}
     loss = 0
     for inputs, targets in batches:
