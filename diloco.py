@@ -9,7 +9,7 @@ Idea
     Nesterov momentum, updates the outer weights by it. All ranks go on from there (DiLoCo, arXiv 2311.08105).
     With --outer-lr 1 --outer-momentum 0 that is the mean of the ranks' weights (local SGD, arXiv 1805.09767).
 
-    While the outer gradient travels, nothing is computed. So --fragments cuts the weights into parts, which are
+    While the outer gradient travels, nothing is computed. So --fragments cuts weights into parts, which are
     exchanged in turn, and --delay lets training go on while a part travels (Streaming DiLoCo, 2501.18512).
 
     Losses differ from single.py's, as each optimizer sees 1/N of a batch and has moments of its own. With
