@@ -241,7 +241,7 @@ ON_GPU = [
 OFFLOADED = [
     ("part.record_stream(self.stream)", "pass", check_offload, TAKES),
     ("part.record_stream(self.stream)", "pass", check_dropped, TAKES),
-    ("[dist.get_rank(self.group)].clone()", "[dist.get_rank(self.group)]", check_dropped, LATE),
+    ("F.pad(own, (0, size - len(own)))", "own", check_dropped, LATE),
     ("self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", check_offload, LATE),
     ("            work = all_gather(flat", "        work = all_gather(flat", check_offload, LAUNCHES),
 ]

@@ -35,7 +35,7 @@ LESSONS = {  # tokens of the technique
     "pipeline_v.py": 2800,
     "parallel_3d.py": 3000,  # three techniques
     "checkpointing.py": 1555,
-    "zero_r.py": 1900,
+    "zero_r.py": 1645,
     "fusion.py": 1900,
     "resume.py": 1855,
     "survive.py": 2332,  # what may go wrong while something else does: slow steps, saves, newcomers
