@@ -10,11 +10,11 @@ Idea
     few bytes in many rounds, which is best for a large x. Doubling takes lg N rounds (lg: base 2), which is
     best for a small one (Thakur, Rabenseifner and Gropp 2005).
 
-Timeline (ring_all_reduce on three ranks: the chunk that a rank sends to its right neighbor in each round.
-    Between the halves the sum of chunk 0 is complete on rank 0, that of 1 on rank 1, that of 2 on rank 2)
+Timeline (ring_all_reduce on three ranks: the chunk that a rank sends to its right neighbor in each round)
     rank 0: reduce-scatter | 2 | 1 | all-gather | 0 | 2 |
     rank 1: reduce-scatter | 0 | 2 | all-gather | 1 | 0 |
     rank 2: reduce-scatter | 1 | 0 | all-gather | 2 | 1 |
+    Between the two halves rank r has the sum of chunk r.
 
 Memory (bytes on each of N ranks, with --train; P parameters)
     parameters    (w+c)P                 w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 masters, else 0

@@ -44,7 +44,7 @@ dp_async              | Server.may_go_on | 10 | bsp waits for all, asp for nobod
 ddp                   | flat_grad /= dist.get_world_size() | 5 | all-reduce adds up; a mean is wanted
 ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends at its cap
 ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
-uneven                | sum_of_losses(model(inputs, positions), targets) / tokens | 5 | one division for all
+uneven                | sum_of_losses(model(inputs, positions), targets) / n_tokens | 5 | one division for all
 uneven-agree          | agree | 20 | two all-reduces; whoever has fewer microbatches adds empty ones
 zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs 1/N of it
 zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N

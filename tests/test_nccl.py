@@ -250,8 +250,7 @@ OTHER_GROUP = "self.groups['FB'.replace(op, '')]"
 ONE_GROUP = "dict.fromkeys('FB', [dist.new_group()] * 2)"
 ALONE_IN = "if rank == 0:\n            dist.all_reduce(loss)"
 UNBATCHED = """    for op in ops:
-        to = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
-        op.op(op.tensor, group=group, **to).wait()
+        op.op(op.tensor, op.peer).wait()
     for work in []:"""
 ORDER = [
     ("ddp", "dist.all_reduce(loss)", ALONE_IN, MEET),
