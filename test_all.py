@@ -52,7 +52,7 @@ OWN = {
                         "--ep": ("1 2", "0 -1 5"), "--capacity-factor": ("1.25 inf", "nan -1"),
                         "--balance": ("0 0.1 bias", "nan -1 x")},
     "pipeline": {"--schedule": ("naive gpipe 1f1b interleaved", "zb-h1")},
-    "zero_bubble": {"--schedule": ("1f1b zb-h1 zb-h2", "gpipe")},
+    "zero_bubble": {"--schedule": ("zb-h1 zb-h2", "1f1b")},
     "pipeline_v": {"--schedule": ("zb-v dualpipe-v", "zb-h1")},
     "parallel_3d": {"--tp": ("1 2", "0 -1 5 x"), "--pp": ("1 2", "0 -1 5 x"), "--zero": ("0 1", "-1 2")},
     "fusion": {"--plain": ("attention loss optimizer", "all")},
