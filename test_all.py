@@ -53,7 +53,7 @@ OWN = {
                         "--balance": ("0 0.1 bias", "nan -1 x")},
     "pipeline": {"--schedule": ("naive gpipe 1f1b interleaved", "zb-h1")},
     "zero_bubble": {"--schedule": ("zb-h1 zb-h2", "1f1b")},
-    "pipeline_v": {"--schedule": ("zb-v dualpipe-v", "zb-h1")},
+    "pipeline_v": {"--schedule": ("zb-v", "dualpipe-v")},
     "parallel_3d": {"--tp": ("1 2", "0 -1 5 x"), "--pp": ("1 2", "0 -1 5 x"), "--zero": ("0 1", "-1 2")},
     "fusion": {"--plain": ("attention loss optimizer", "all")},
     "checkpointing": {"--policy": ("none full selective", "offload"), "--every": ("1 2", "0 -1 9 x")},
@@ -210,7 +210,7 @@ RACES += ["uneven", "uneven --order balanced --pack"]
 RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
-RACES += [f"pipeline_v --accum 4 --layers 4 --schedule {schedule}" for schedule in ("zb-v", "dualpipe-v")]
+RACES += ["pipeline_v --accum 4 --layers 4"]
 
 
 @on_ranks(2)

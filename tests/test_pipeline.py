@@ -20,7 +20,7 @@ from tests.harness import apart, error_of, holds, load, mutants, on_ranks
 from tools.watch import Watch, noted
 
 SCHEDULES = {"pipeline": ("naive", "gpipe", "1f1b", "interleaved"), "zero_bubble": ("zb-h1", "zb-h2")}
-V = {"pipeline_v": ("zb-v", "dualpipe-v")}  # of which most is in test_pipeline_v.py
+V = {"pipeline_v": ("zb-v",)}  # of which most is in test_pipeline_v.py
 
 
 def play(lesson, schedule):
@@ -177,7 +177,7 @@ def train_layers(name, schedule_name, ends, frozen):
 def check_layers(name):
     cases = [("1f1b", [2, 6], 0), ("interleaved", [1, 2, 4, 6], 0), ("zb-h2", [2, 6], 0)]
     cases += [("1f1b", [3, 6], 3)]  # all of the first stage is frozen
-    cases += [("zb-v", [1, 2, 4, 6], 0), ("dualpipe-v", [1, 2, 4, 6], 1)]
+    cases += [("zb-v", [1, 2, 4, 6], 0), ("zb-v", [1, 2, 4, 6], 1)]
     for schedule, ends, frozen in cases:
         if schedule in (SCHEDULES | V)[Path(name).stem]:
             train_layers(name, schedule, ends, frozen)
