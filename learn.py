@@ -67,7 +67,7 @@ pipeline              | one_f_one_b | 15 | warmup: F alone; then F and B in turn
 pipeline-actions      | Pipeline._forward Pipeline._backward | 30 | receive, compute, send
 zero_bubble           | deferred_linear Pipeline._weight_gradients | 25 | keep W's two factors for later
 zero_bubble-schedule  | zero_bubble | 25 | W where a rank would wait
-pipeline_v            | phases_of | 40 | F0 down, F1 up, from the docstring's rows; then B and W
+pipeline_v            | zb_v | 30 | the docstring's rows, phase by phase: F, f F, f b W, ...
 parallel_3d           | Mesh.group | 15 | ranks that differ in one coordinate
 checkpointing         | Checkpoint.recompute | 20 | forward again, with the random numbers of the first time
 zero_r                | Partitioned.partition Partitioned.start_all_gather | 30 | 1/N of a block's input stays
