@@ -33,7 +33,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --bias-rate 0.005"),
     "pipeline": ("--schedule naive", "--schedule gpipe"),
     "zero_bubble": ("--schedule zb-h2",),
-    "pipeline_v": ("--schedule dualpipe-v",),
+    "pipeline_v": (),
     "parallel_3d": ("--zero 1", "--tp 1 --pp 2", "--tp 1 --pp 1"),
     "fusion": ("--plain attention loss optimizer",),
     "resume": ("--checkpoint FOLDER/RANK --every 1",),
