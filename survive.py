@@ -41,7 +41,7 @@ Left out
     all die while one saves, the file is incomplete.
 
     Not noticed: --data that changes; data iterators, dropout, buffers and schedules, which a repeated step
-    would use twice and a newcomer lack; a collective outside attempt(), which hangs or fails with a member.
+    would use twice and a newcomer would lack; a collective outside attempt(), which may hang.
 
     Security. Whoever can log in to this node can write to the store.
 """
