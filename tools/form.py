@@ -36,7 +36,7 @@ LESSONS = {  # tokens of the technique
     "parallel_3d.py": 3000,  # three techniques
     "checkpointing.py": 1555,
     "zero_r.py": 1645,
-    "fusion.py": 1900,
+    "fusion.py": 1770,
     "resume.py": 1855,
     "survive.py": 2320,  # what may go wrong while something else does: slow steps, saves, newcomers
 }
