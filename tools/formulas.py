@@ -76,7 +76,7 @@ offload            exposed  6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)    b
 tensor_parallel    compute  Qkbs/N
 tensor_parallel    exposed  2k(N-1)(4L+5)A+2knbs((2L+1)wh+3m)+max(0,2knbs(2L+1)wh-kY/N/2)    in forward all
 sequence_parallel  compute  Qkbs/N
-sequence_parallel  exposed  k(N-1)(10L+9)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)    in forward all
+sequence_parallel  exposed  (N-1)(k(10L+9)+12L+4)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)   in forward all
 context_parallel   compute  Qkbs/N                  attention to many tokens hides messages
 expert_parallel    compute  (6(D+MtU)+12Lhs)kbs/N   if tokens are spread evenly; nothing hides messages
 pipeline           compute  (6R+12Lhs/N)kbs         of the largest stage; nothing hides messages
