@@ -296,7 +296,7 @@ def train(config):
     schedule = build_schedule(config.schedule, world_size, config.accum)
     n_stages = 2 * len(schedule)
     if n_stages > 2 * (config.layers + 2):  # on the way down each rank needs parameters
-        refuse(f"--layers {config.layers}: too few for {n_stages} stages of --schedule {config.schedule}")
+        refuse(f"--layers {config.layers}: too few for {n_stages} stages")
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
@@ -326,7 +326,7 @@ def train(config):
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--schedule", default="zb-v", choices=("zb-v",))
+    own.set_defaults(schedule="zb-v")  # the only one
     DEFAULTS["accum"] = 4  # the default of --accum
     return read_flags(arguments, own)
 

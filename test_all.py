@@ -54,7 +54,6 @@ OWN = {
                         "--balance": ("0 0.1", "nan -1 x"), "--bias-rate": ("0 0.005", "nan -1 x")},
     "pipeline": {"--schedule": ("naive gpipe 1f1b interleaved", "zb-h1")},
     "zero_bubble": {"--schedule": ("zb-h1 zb-h2", "1f1b")},
-    "pipeline_v": {"--schedule": ("zb-v", "dualpipe-v")},
     "parallel_3d": {"--tp": ("1 2", "0 -1 5 x"), "--pp": ("1 2", "0 -1 5 x"), "--zero": ("0 1", "-1 2")},
     "fusion": {"--plain": ("attention loss optimizer", "all")},
     "checkpointing": {"--policy": ("none full selective", "offload"), "--every": ("1 2", "0 -1 9 x")},
