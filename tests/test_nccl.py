@@ -135,7 +135,8 @@ def orders(name):
         small = "--layers 8 --batch 16 --heads 1 --width 8 --context 8"
         rows = [*product((2, 4), SCHEDULES[name], (4, 8)), *product((3,), SCHEDULES[name][:3], (1, 4))]
         rows += product((8,), SCHEDULES[name] if name == "pipeline_v" else (), (16,))  # many sends at once
-        return [(size, f"{small} --schedule {schedule} --accum {k}") for size, schedule, k in rows]
+        small += " --schedule {}" if name != "pipeline_v" else ""  # which has only one
+        return [(size, f"{small.format(schedule)} --accum {k}") for size, schedule, k in rows]
     flags = {"expert_parallel": "--experts 24", "parallel_3d": "--layers 8"}.get(name, "")
     own = [(4, own) for own in OWN[name]]
     if name == "parallel_3d":
