@@ -22,7 +22,7 @@ Memory (bytes; R parameters on the rank that has most; activations are of 1/p of
     gradients     (w+c)R               in bf16 also the masters'
     optimizer     KR
     parameters    (w+c/d)R             with --zero 1 (if d > 1): each master on one replica
-    gradients     (w+gw+(w+c)/d)R      with --zero 1: all gradients, gloo's copy, the shard's sum, its master's
+    gradients     (w+gw+(w+c)/d)R      with --zero 1: all, gloo's copy, the shard's sum, its master's
     optimizer     KR/d                 with --zero 1
 
 Sent (bytes, by the rank that sends most, in each step of k microbatches, along each axis; // rounds down)
@@ -183,7 +183,7 @@ def stage_of(model, mesh):
 
 
 class Bucket:
-    """A layer's split parameters, or its others, as views of flat_param. A rank updates shard: all, or 1/d."""
+    """A layer's split parameters, or its others, as views of flat_param. A rank updates shard, all or 1/d."""
 
     def __init__(self, params, mesh, zero, is_tied):
         self.mesh = mesh
