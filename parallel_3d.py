@@ -266,10 +266,9 @@ class Parallel3D:
         self.loss = self.shards[0].new_zeros((), dtype=torch.float64)
         self.sent = []  # the work of each send
         self.in_flight = []
-        for bucket in self.buckets:  # with the last of its gradients its sum over replicas starts
-            bucket.pending = (
-                bucket.n_params * len(batches) + bucket.is_tied
-            )  # a tied one's in clip_grad_norm_
+        # With the last gradient of a bucket its sum over replicas starts; a tied one's in clip_grad_norm_.
+        for bucket in self.buckets:
+            bucket.pending = bucket.n_params * len(batches) + bucket.is_tied
         n_warmup = mesh.pp - 1 - mesh.pp_rank
         for batch in batches[:n_warmup]:
             self._forward(*batch, len(batches))
