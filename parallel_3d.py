@@ -225,7 +225,7 @@ class Bucket:
 
     def finish_sum(self):
         assert self.shard.grad is None, "call each bucket's update() between two clip_grad_norm_()"
-        if self.pending > 0:  # it is tied, or a parameter had no gradient, which counts as 0
+        if self.pending:  # it is tied, or a parameter had no gradient, which counts as 0
             self.start_sum()
         self.work.wait()
         self.grad /= self.mesh.dp
@@ -255,7 +255,8 @@ class Parallel3D:
         groups = {}
         for name, param in self.stage.named_parameters():
             layer = name.split(".")[0]
-            groups.setdefault((layer, hasattr(param, "part")), []).append(param)
+            key = layer, hasattr(param, "part")
+            groups.setdefault(key, []).append(param)
         tied = model.tokens.weight if mesh.tie_group else None
         self.buckets = [Bucket(params, mesh, zero, params[0] is tied) for params in groups.values()]
         self.shards = [bucket.shard for bucket in self.buckets]
@@ -266,8 +267,7 @@ class Parallel3D:
         self.loss = self.shards[0].new_zeros((), dtype=torch.float64)
         self.sent = []  # the work of each send
         self.in_flight = []
-        # With the last gradient of a bucket its sum over replicas starts; a tied one's in clip_grad_norm_.
-        for bucket in self.buckets:
+        for bucket in self.buckets:  # the sum starts with the last gradient; a tied one's in clip_grad_norm_
             bucket.pending = bucket.n_params * len(batches) + bucket.is_tied
         n_warmup = mesh.pp - 1 - mesh.pp_rank
         for batch in batches[:n_warmup]:
@@ -355,7 +355,8 @@ def train(config):
     ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
     device, text = set_up(config, f" | zero {config.zero} | stages x replicas x parts:\n{ranks}", config.dp)
     mesh = Mesh(ranks)
-    parallel = Parallel3D(GPT(config), mesh, config.zero, device, DTYPES[config.dtype])
+    model = GPT(config)
+    parallel = Parallel3D(model, mesh, config.zero, device, DTYPES[config.dtype])
     optimizer = OPTIMIZERS[config.optim](parallel.shards, lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
