@@ -1,0 +1,551 @@
+"""Reshard: after each update, new weights go from the trainers' ZeRO-3 shards to tensor-parallel servers.
+
+Idea
+    Some ranks train and others serve, as in reinforcement learning: servers use the weights of the last
+    update. Each trainer holds 1/N of every unit, as in zero3.py: an interval of the flat vector of all its
+    parameters. Each server holds 1/t of every matrix, as in tensor_parallel.py: some rows, or some columns.
+    So after each update, numbers have to move from one layout into the other.
+
+    Rows of a matrix are an interval of the flat vector; columns are one interval in each row. All ranks know
+    this from shapes alone. So each trainer can send each server what both of them hold, the intersections of
+    their intervals, and no number travels twice. For A (4, 2) and B (2, 4), 3 trainers and 2 servers:
+
+    flat vector        A A A A A A A A B B B B B B B B
+    held by trainer    0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2
+    held by server     0 0 0 0 1 1 1 1 0 0 1 1 0 0 1 1     rows of A, columns of B
+
+Timeline
+    trainers | forward, backward 3, update |         | forward, backward 4, update |         | ...
+    servers  | loss of batch 3             |         | loss of batch 4             |         | ...
+    network  |                             | reshard |                             | reshard |
+
+Memory (bytes on the rank that holds most; N trainers, t servers; P parameters, U in a block, E in no block)
+    parameters    max(mP/N+w(E+U),wD)    without --how rank0: of a trainer, of a server
+    parameters    max(mP/N+wP,wD)        with --how rank0: of rank 0, of a server
+    gradients     mP/N+wmax(E,U)(N+1)/N  a unit's, and the 1/N that a reduce-scatter makes of them
+    optimizer     KP/N                   K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
+    w = 4 in fp32, 2 in bf16; m = 4. D = (P-r)/t+r, where r parameters are on all servers: norms, positions,
+    and the biases of proj and down. While a unit is sent, a trainer also holds its messages.
+
+Sent (bytes, by the rank that sends most, in each step of k microbatches of b sequences on each trainer)
+    reduce-scatter    kwP(N-1)/N         among the trainers
+    all-gather        2kwP(N-1)/N        with --how direct: before each unit's forward and backward
+    all-gather        (2k+1)wP(N-1)/N    without --how direct: and once before it is sent
+    send              wtD                with --how rank0
+    send              wqD                with --how units: a trainer sends to q servers, t/N rounded up
+    send              wtD/N              with --how direct, in the mean
+    all-reduce        2kwNbs((2L+1)h+v)(t-1)/t    among servers: L layers, h width, s context, v vocabulary
+
+Run
+    torchrun --nproc_per_node=4 reshard.py --how direct
+    torchrun --nproc_per_node=8 reshard.py --servers 2 --batch 18 --dtype bf16
+
+Left out
+    Serving while new weights arrive. Servers receive into the weights that they use, so they wait: only with
+    a second copy, to be swapped when it is complete, could they go on with the old weights.
+    Sending, in --how units, what the trainers' next forward gathers anyway: it would save the all-gather.
+    Overlap within a step, buffers, and what zero3.py and tensor_parallel.py leave out.
+    A parameter that is in two units fails in forward. Not noticed: ranks that build different models.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Resharding:
+    """Spreads a model over N trainers, the first ranks, and t servers. `how` to update the servers:
+
+        rank0     rank 0 gathers the whole model, then sends each server its slices
+        units     the trainers gather unit after unit, and share the sending
+        direct    each trainer sends each server what both hold
+
+    The first is what one would write first. It has two problems: rank 0 needs memory for the whole model, and
+    sends all of it alone. The second needs memory for a unit; but still every trainer receives the whole
+    model, to send a part of it on. With the third, trainers receive nothing.
+
+    model: on each rank to be called as the plain one, with this rank's batch."""
+
+    def __init__(self, model: nn.Module, blocks: nn.ModuleList, split: dict, n_servers: int, how="units"):
+        self.how = how
+        self.rank = dist.get_rank()
+        self.n_servers = n_servers
+        self.n_trainers = dist.get_world_size() - n_servers
+        self.is_trainer = self.rank < self.n_trainers
+        self.trainers = dist.new_group(range(self.n_trainers))
+        self.servers = dist.new_group(range(self.n_trainers, dist.get_world_size())) if n_servers else None
+        # All ranks start from rank 0's weights. (NCCL needs this, too: a group's first operation must be one
+        # of all its ranks, and not every rank has a message to send or to receive in the first unit.)
+        for param in model.parameters():
+            dist.broadcast(param.detach(), 0)
+        self.names = {param: name for name, param in model.named_parameters()}
+        in_blocks = set(blocks.parameters())
+        in_root = {name: param for param, name in self.names.items() if param not in in_blocks}
+        self.units = [Unit(model, in_root, split, self)]
+        for i, block in enumerate(blocks):
+            blocks[i] = Unit(block, dict(block.named_parameters()), split, self)
+            self.units.append(blocks[i])
+        self.model = self.units[0]
+
+    def shards(self):
+        """A trainer's, for an elementwise optimizer."""
+        return [unit.held for unit in self.units if unit.held.requires_grad]
+
+    @torch.no_grad()
+    def update_servers(self):
+        """All ranks call it after each update. They walk unit by unit, trainer by trainer, server by server: the
+        two ends of a message come to it at the same point of this walk, so that it needs no header."""
+        flats = self.gather() if self.how == "rank0" else [None] * len(self.units)
+        for unit, flat in zip(self.units, flats):
+            start = 0
+            if self.how == "units" and self.is_trainer:
+                flat = unit.unshard()
+            if self.how == "direct" and self.is_trainer:
+                flat = unit.held.to(unit.dtype)
+                start = self.rank * unit.size
+            self.deliver(unit, flat, start)
+
+    def gather(self):
+        """Of each unit all numbers, on rank 0; elsewhere None."""
+        flats = []
+        for unit in self.units:
+            flat = unit.unshard() if self.is_trainer else None
+            flats.append(flat if self.rank == 0 else None)
+        return flats
+
+    def plan(self, unit):
+        """[(trainer, server, runs)]: who sends whom which numbers of a unit, in order."""
+        messages = []
+        for trainer in range(self.n_trainers):
+            for server, runs in enumerate(unit.runs):
+                if self.how == "direct":
+                    runs = intersections(trainer * unit.size, (trainer + 1) * unit.size, runs)
+                elif trainer != (0 if self.how == "rank0" else server % self.n_trainers):
+                    runs = []
+                if runs:
+                    messages.append((trainer, server, runs))
+        return messages
+
+    def deliver(self, unit, flat, start):
+        """Send each server its slices of a unit. flat: this trainer's numbers of it, from `start` on."""
+        ops = []
+        received = 0
+        for trainer, server, runs in unit.plan:
+            if self.rank == trainer:
+                ops.append(dist.P2POp(dist.isend, take(flat, runs, start), self.n_trainers + server))
+            elif self.rank == self.n_trainers + server:
+                # A slice has its numbers in ascending order, and the trainers' intervals ascend. So a message
+                # continues in the slice where the one before it has ended.
+                end = received + sum(last - first for first, last in runs)
+                ops.append(dist.P2POp(dist.irecv, unit.held.data[received:end], trainer))
+                received = end
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float):
+        """Scale the trainers' gradients to a global norm of at most max_norm. Returns the norm before."""
+        grads = [shard.grad for shard in self.shards()]
+        squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
+        dist.all_reduce(squares, group=self.trainers)
+        norm = squares.sqrt()
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
+        return norm
+
+    @torch.no_grad()
+    def full_state_dict(self):
+        """The plain model's state_dict on rank 0, else {}. All ranks must call it."""
+        weights = {}
+        for unit, flat in zip(self.units, self.gather()):
+            if flat is not None:
+                views = unit.views(flat).values()
+                weights |= zip([self.names[param] for param in unit.params], views)
+        return weights
+
+
+def slice_of(shape, split, server, n_servers):
+    """(shape, runs) of a server's slice of a parameter. The runs are the intervals [first, end) of its flat
+    numbers that are in the slice, in ascending order. split: see SPLIT."""
+    if not split:
+        return shape, [(0, math.prod(shape))]
+    dim, stacked = split
+    size = shape[dim] // stacked
+    first, end = own_range(size, server, n_servers)
+    before = stacked * math.prod(shape[:dim])
+    after = math.prod(shape[dim + 1 :])
+    runs = [((i * size + first) * after, (i * size + end) * after) for i in range(before)]
+    return (*shape[:dim], stacked * (end - first), *shape[dim + 1 :]), runs
+
+
+def own_range(size, server, n_servers):
+    """(first, end) of a server's part of range(size): 1/t of it, or nearly so if t does not divide size."""
+    return server * size // n_servers, (server + 1) * size // n_servers
+
+
+def layout_of(params, split, server, n_servers):
+    """(shapes, runs) of a server's slices of {name: parameter}. The runs are those of all parameters' flat
+    numbers in a row."""
+    shapes = {}
+    runs = []
+    start = 0
+    for name, param in params.items():
+        shapes[name], own_runs = slice_of(param.shape, split.get(name), server, n_servers)
+        runs += [(start + first, start + end) for first, end in own_runs]
+        start += param.numel()
+    return shapes, runs
+
+
+def intersections(start, end, runs):
+    """The parts of the runs that lie in the interval [start, end)."""
+    parts = []
+    for first, last in runs:
+        if max(start, first) < min(end, last):
+            parts.append((max(start, first), min(end, last)))
+    return parts
+
+
+def take(flat, runs, start=0):
+    """The numbers in these runs, one run after the other. flat: the vector's numbers from `start` on."""
+    return torch.cat([flat[first - start : end - start] for first, end in runs])
+
+
+class Unit(nn.Module):
+    """What a rank holds of a module: of the flat vector of its parameters a trainer 1/N, a server its runs.
+
+    Its forward is the module's. On a trainer it is a unit of zero3.py, without prefetch: it is unsharded in
+    forward, and again in backward, but not in between."""
+
+    def __init__(self, module, params, split, ranks):
+        super().__init__()
+        self.module = module
+        self.ranks = ranks
+        self.n_trainers = ranks.n_trainers
+        self.params = list(params.values())
+        self.flat = None  # all numbers, while it is unsharded
+        layouts = [layout_of(params, split, server, ranks.n_servers) for server in range(ranks.n_servers)]
+        self.runs = [runs for _, runs in layouts]  # of each server
+        flat = torch.cat([param.detach().flatten() for param in self.params])
+        self.dtype = flat.dtype
+        self.size = -(-len(flat) // self.n_trainers)  # of a shard
+        self.plan = ranks.plan(self)
+        if ranks.is_trainer:
+            self.shapes = {name: param.shape for name, param in params.items()}
+            padded = F.pad(flat, (0, self.size * self.n_trainers - len(flat)))
+            shard = padded.chunk(self.n_trainers)[ranks.rank]
+            held = shard.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+        else:
+            server = ranks.rank - self.n_trainers
+            self.shapes, _ = layouts[server]
+            held = take(flat, self.runs[server])
+        assert len({param.requires_grad for param in self.params}) == 1, "freeze all of a unit, or none"
+        self.held = nn.Parameter(held, self.params[0].requires_grad)
+        for param in self.params:
+            param.data = param.new_empty(0)  # frees it
+
+    def views(self, flat):
+        """{name: parameter or slice}, as views of a flat vector, which may be padded."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = flat.split([*sizes, len(flat) - sum(sizes)])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
+
+    def forward(self, *args):
+        if not self.ranks.is_trainer:
+            return functional_call(self.module, self.views(self.held.detach()), args)
+        self.flat = Unshard.apply(self.held, self)
+        # Autograd would keep the weights, and so the whole unit, until backward. It lets pack() say what it
+        # keeps instead of a tensor, and calls unpack() in backward.
+        with saved_tensors_hooks(self.pack, self.unpack):
+            output = functional_call(self.module, self.views(self.flat), args)
+        self.flat = None  # reshard
+        return output
+
+    def pack(self, tensor):
+        is_weight = tensor.untyped_storage() is self.flat.untyped_storage()
+        return (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_weight else tensor
+
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if self.flat is None:  # this is the first weight that this backward needs
+            self.flat = self.unshard()
+        return self.flat.as_strided(*packed)
+
+    def unshard(self):
+        flat = self.held.new_empty(self.size * self.n_trainers, dtype=self.dtype)
+        own = flat.chunk(self.n_trainers)[self.ranks.rank]
+        own.copy_(self.held.data)
+        all_gather(flat, own, group=self.ranks.trainers)
+        return flat
+
+
+class Unshard(torch.autograd.Function):
+    """Shard -> the unit's flat vector. Autograd calls backward when the unit has all its gradients."""
+
+    @staticmethod
+    def forward(ctx, shard, unit):
+        ctx.unit = unit
+        return unit.unshard()
+
+    @staticmethod
+    def backward(ctx, grad):
+        unit = ctx.unit
+        unit.flat = None  # reshard
+        received = grad.new_empty(unit.size)
+        reduce_scatter(received, grad, group=unit.ranks.trainers)
+        if unit.held.grad is None:
+            unit.held.grad = torch.zeros_like(unit.held)
+        unit.held.grad.add_(received, alpha=1 / unit.n_trainers)  # the trainers' average
+        return None, None
+
+
+# {parameter of a unit: (dimension along which servers split it, number of stacked matrices)}
+SPLIT = {
+    "tokens.weight": (0, 1),
+    "qkv.weight": (0, 3),  # a server has q, k and v of its heads
+    "qkv.bias": (0, 3),
+    "proj.weight": (1, 1),
+    "up.weight": (0, 1),
+    "up.bias": (0, 1),
+    "down.weight": (1, 1),
+}
+
+
+def serve_slices(ranks):
+    """Give a GPT that is split by SPLIT the forward of tensor_parallel.py. (There is no backward here.)"""
+    model = ranks.model.module
+    vocab = model.tokens.num_embeddings
+    first, end = own_range(vocab, ranks.rank - ranks.n_trainers, ranks.n_servers)
+
+    def add_up(x):
+        dist.all_reduce(x, group=ranks.servers)
+        return x
+
+    def row_parallel(layer, x):
+        return add_up(F.linear(x, layer.weight)) + layer.bias
+
+    def look_up(tokens):
+        is_here = (tokens >= first) & (tokens < end)
+        found = F.embedding((tokens - first) * is_here, model.tokens.weight)
+        return add_up(found * is_here.unsqueeze(-1))
+
+    def gather_logits(model, args, own_logits):  # (b, s, v/t) -> (b, s, v)
+        return add_up(F.pad(own_logits, (first, vocab - end)))
+
+    model.tokens.forward = look_up
+    model.register_forward_hook(gather_logits)
+    for unit in model.blocks:
+        unit.module.heads //= ranks.n_servers
+        for layer in unit.module.proj, unit.module.down:
+            layer.forward = partial(row_parallel, layer)
+
+
+def choose_servers(config, world_size):
+    if config.servers is None:
+        config.servers = world_size // 2
+    if config.servers >= world_size:
+        refuse(f"--servers {config.servers}: must be less than the {world_size} ranks")
+    if config.servers and config.heads % config.servers:
+        refuse(f"--heads {config.heads}: must be a multiple of the {config.servers} servers")
+    return world_size - config.servers
+
+
+def train(config):
+    n_trainers = choose_servers(config, int(os.getenv("WORLD_SIZE") or 1))
+    device, text = set_up(config, f" | servers {config.servers} | how {config.how}", n_trainers)
+    model = GPT(config).to(device, DTYPES[config.dtype])
+    ranks = Resharding(model, model.blocks, SPLIT, config.servers, config.how)
+    if ranks.is_trainer:
+        optimizer = OPTIMIZERS[config.optim](ranks.shards(), lr=config.lr, fused=True)
+    else:
+        serve_slices(ranks)
+    share = (ranks.rank, n_trainers) if ranks.is_trainer else (0, 1)  # each server has the trainers' batch
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        numbers = torch.zeros(3, dtype=torch.float64, device=device)  # servers' loss, trainers' loss and norm
+        for inputs, targets in microbatches(config, text, step, device, *share):
+            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
+            microloss = mean_loss(ranks.model(inputs), targets) / config.accum
+            if ranks.is_trainer:
+                microloss.backward()
+            numbers[int(ranks.is_trainer)] += microloss.detach()
+        if ranks.is_trainer:
+            numbers[2] = ranks.clip_grad_norm_(config.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        ranks.update_servers()
+        dist.all_reduce(numbers)
+        _, loss, grad_norm = numbers / n_trainers
+        print_step(config, step, loss, grad_norm, started)
+        if config.servers:
+            print_served(numbers[0] / config.servers)
+    if config.save:
+        state_dict = ranks.full_state_dict()
+        if ranks.rank == 0:
+            save_weights(state_dict, config.save)
+
+
+def print_served(loss):
+    line = f"    servers  | loss {loss.item():.4f}"
+    if not dist.get_rank():
+        print(line)
+
+
+def parse(arguments=None):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--servers", type=int, help="ranks that serve (default: half of all); the others train")
+    own.add_argument("--how", choices=("rank0", "units", "direct"), default="units", help="see Resharding")
+    return read_flags(arguments, own, servers=(1, 1_048_576))
+
+
+# ==== toy model: the same lines in every lesson ====
+SHAPE = "layers heads width context vocab".split()
+SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
+         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
+DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
+            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
+HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
+
+
+def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
+    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
+    parser.error = refuse
+    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
+        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
+    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+    config = parser.parse_args(arguments)
+    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
+    for name, value in vars(config).items():
+        least, most = limits.get(name, (1, 1_048_576))
+        if type(value) in (int, float) and not least <= value <= most:
+            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    return config
+
+
+def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
+    if os.getenv("RANK", "") in "0":  # or it is not set
+        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
+    else:
+        time.sleep(5)
+    raise SystemExit(2)
+
+
+def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
+    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
+    if config.batch % (replicas * config.accum):
+        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
+    if config.width % config.heads:
+        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    gpus = torch.cuda.device_count() * (config.device != "cpu")
+    if config.device == "cuda" and not gpus:
+        refuse("--device cuda: no GPU is visible here; use --device cpu")
+    try:  # a file is missing, or a variable of the environment
+        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
+        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
+            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
+        text = bytearray().join(map(Path.read_bytes, files))
+        open(config.save or "/dev/null", "ab").close()
+        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
+        torch.cuda.set_device(device if gpus else -1)  # -1: none
+        if not dist.is_initialized():
+            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
+                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
+            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
+            dist.init_process_group("nccl" if gpus else "gloo", *alone)
+    except (OSError, ValueError) as error:
+        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
+    if not dist.get_rank():
+        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
+        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
+        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
+    torch.manual_seed(config.seed)
+    return device, torch.frombuffer(text, dtype=torch.uint8)
+
+
+def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
+    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
+    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
+    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+    return zip(tokens[..., :-1], tokens[..., 1:])
+
+
+class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for param in self.parameters():
+            if param.dim() == 2:
+                nn.init.normal_(param, std=0.02)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+
+
+def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
+    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
+    ms = 1e3 * (time.perf_counter() - started)
+    if not dist.get_rank():
+        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+
+
+def save_weights(state_dict, path):  # at the end, on rank 0
+    try:
+        torch.save(state_dict, path)
+    except (OSError, RuntimeError):
+        refuse(f"--save {path}: cannot be written; is the disk full?")
+
+
+# ==== end of the toy model ====
+
+
+if __name__ == "__main__":
+    train(parse())
+    dist.destroy_process_group()
