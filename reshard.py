@@ -16,8 +16,7 @@ Idea
 
 Timeline
     trainers | forward, backward 3, update |         | forward, backward 4, update |         | ...
-    servers  | loss of batch 3             |         | loss of batch 4             |         | ...
-    network  |                             | reshard |                             | reshard |
+    servers  | loss of batch 3             | reshard | loss of batch 4             | reshard | ...
 
 Memory (bytes on the rank that holds most; N trainers, t servers; P parameters, U in a block, E in no block)
     parameters    max(mP/N+w(E+U),wD)    without --how rank0: of a trainer, of a server
@@ -70,19 +69,19 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Resharding:
-    """Spreads a model over N trainers, the first ranks, and t servers. `how` to update the servers:
+    """A model on N trainers, the first ranks, and t servers. `how` to update the servers:
 
-        rank0     rank 0 gathers the whole model, then sends each server its slices
+        rank0     rank 0 gathers all units, then sends each server its slices
         units     the trainers gather unit after unit, and share the sending
         direct    each trainer sends each server what both hold
 
-    The first is what one would write first. It has two problems: rank 0 needs memory for the whole model, and
-    sends all of it alone. The second needs memory for a unit; but still every trainer receives the whole
-    model, to send a part of it on. With the third, trainers receive nothing.
+    The first is what one would write first, but rank 0 needs memory for the whole model, and sends all of it
+    alone. The second needs memory for a unit, but all trainers still receive the whole model, to send a part
+    of it on. In the third they receive nothing.
 
-    model: on each rank to be called as the plain one, with this rank's batch."""
+    model: its ModuleList `blocks` has the units; call self.model in its place. split: see SPLIT."""
 
-    def __init__(self, model: nn.Module, blocks: nn.ModuleList, split: dict, n_servers: int, how="units"):
+    def __init__(self, model: nn.Module, split: dict, n_servers: int, how="units"):
         self.how = how
         self.rank = dist.get_rank()
         self.n_servers = n_servers
@@ -90,57 +89,52 @@ class Resharding:
         self.is_trainer = self.rank < self.n_trainers
         self.trainers = dist.new_group(range(self.n_trainers))
         self.servers = dist.new_group(range(self.n_trainers, dist.get_world_size())) if n_servers else None
-        # All ranks start from rank 0's weights. (NCCL needs this, too: a group's first operation must be one
-        # of all its ranks, and not every rank has a message to send or to receive in the first unit.)
+        # All ranks start from rank 0's weights. (NCCL needs this before messages, too: all ranks of a group
+        # must take part in its first operation.)
         for param in model.parameters():
             dist.broadcast(param.detach(), 0)
-        self.names = {param: name for name, param in model.named_parameters()}
-        in_blocks = set(blocks.parameters())
-        in_root = {name: param for param, name in self.names.items() if param not in in_blocks}
-        self.units = [Unit(model, in_root, split, self)]
-        for i, block in enumerate(blocks):
-            blocks[i] = Unit(block, dict(block.named_parameters()), split, self)
-            self.units.append(blocks[i])
+        in_blocks = set(model.blocks.parameters())
+        root = {name: param for name, param in model.named_parameters() if param not in in_blocks}
+        self.units = [Unit("", model, root, split, self)]
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = Unit(f"blocks.{i}.", block, dict(block.named_parameters()), split, self)
+            self.units.append(model.blocks[i])
         self.model = self.units[0]
-
-    def shards(self):
-        """A trainer's, for an elementwise optimizer."""
-        return [unit.held for unit in self.units if unit.held.requires_grad]
+        self.shards = [unit.held for unit in self.units if unit.held.requires_grad]  # for an optimizer
 
     @torch.no_grad()
     def update_servers(self):
-        """All ranks call it after each update. They walk unit by unit, trainer by trainer, server by server: the
-        two ends of a message come to it at the same point of this walk, so that it needs no header."""
-        flats = self.gather() if self.how == "rank0" else [None] * len(self.units)
-        for unit, flat in zip(self.units, flats):
-            start = 0
-            if self.how == "units" and self.is_trainer:
-                flat = unit.unshard()
-            if self.how == "direct" and self.is_trainer:
-                flat = unit.held.to(unit.dtype)
-                start = self.rank * unit.size
-            self.deliver(unit, flat, start)
+        """All ranks call it after each update. They walk unit by unit, server by server, trainer by trainer:
+        both ends of a message come to it at the same point of this walk, so that it needs no header."""
+        flats = self.gather() if self.how == "rank0" else []
+        for i, unit in enumerate(self.units):
+            if self.how == "rank0":
+                self.deliver(unit, flats[i], 0)
+            elif self.how == "units":
+                self.deliver(unit, unit.unshard(), 0)
+            else:
+                self.deliver(unit, unit.held.to(unit.dtype), self.rank * unit.size)
 
     def gather(self):
-        """Of each unit all numbers, on rank 0; elsewhere None."""
+        """[all numbers of each unit] on rank 0, elsewhere [None, ...]."""
         flats = []
         for unit in self.units:
-            flat = unit.unshard() if self.is_trainer else None
+            flat = unit.unshard()
             flats.append(flat if self.rank == 0 else None)
         return flats
 
     def plan(self, unit):
-        """[(trainer, server, runs)]: who sends whom which numbers of a unit, in order."""
+        """[(trainer, server's rank, runs)]: who sends whom which numbers of a unit, in order."""
         messages = []
-        for trainer in range(self.n_trainers):
-            for server, runs in enumerate(unit.runs):
-                if self.how == "direct":
-                    runs = intersections(trainer * unit.size, (trainer + 1) * unit.size, runs)
-                elif trainer != (0 if self.how == "rank0" else server % self.n_trainers):
-                    runs = []
-                if runs:
-                    messages.append((trainer, server, runs))
-        return messages
+        for server, runs in enumerate(unit.runs):
+            if self.how == "direct":
+                for trainer in range(self.n_trainers):
+                    both = intersections(trainer * unit.size, (trainer + 1) * unit.size, runs)
+                    messages.append((trainer, self.n_trainers + server, both))
+            else:
+                trainer = 0 if self.how == "rank0" else server % self.n_trainers
+                messages.append((trainer, self.n_trainers + server, runs))
+        return [message for message in messages if message[-1]]
 
     def deliver(self, unit, flat, start):
         """Send each server its slices of a unit. flat: this trainer's numbers of it, from `start` on."""
@@ -148,10 +142,10 @@ class Resharding:
         received = 0
         for trainer, server, runs in unit.plan:
             if self.rank == trainer:
-                ops.append(dist.P2POp(dist.isend, take(flat, runs, start), self.n_trainers + server))
-            elif self.rank == self.n_trainers + server:
-                # A slice has its numbers in ascending order, and the trainers' intervals ascend. So a message
-                # continues in the slice where the one before it has ended.
+                ops.append(dist.P2POp(dist.isend, take(flat, runs, start), server))
+            elif self.rank == server:
+                # The trainers' intervals ascend, and so do the numbers of a slice: the next message continues
+                # where this one ends.
                 end = received + sum(last - first for first, last in runs)
                 ops.append(dist.P2POp(dist.irecv, unit.held.data[received:end], trainer))
                 received = end
@@ -161,7 +155,7 @@ class Resharding:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
         """Scale the trainers' gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [shard.grad for shard in self.shards()]
+        grads = [shard.grad for shard in self.shards]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares, group=self.trainers)
         norm = squares.sqrt()
@@ -174,41 +168,36 @@ class Resharding:
         weights = {}
         for unit, flat in zip(self.units, self.gather()):
             if flat is not None:
-                views = unit.views(flat).values()
-                weights |= zip([self.names[param] for param in unit.params], views)
+                weights |= zip(unit.names, unit.views(flat).values())
         return weights
 
 
-def slice_of(shape, split, server, n_servers):
-    """(shape, runs) of a server's slice of a parameter. The runs are the intervals [first, end) of its flat
-    numbers that are in the slice, in ascending order. split: see SPLIT."""
-    if not split:
-        return shape, [(0, math.prod(shape))]
-    dim, stacked = split
-    size = shape[dim] // stacked
-    first, end = own_range(size, server, n_servers)
-    before = stacked * math.prod(shape[:dim])
-    after = math.prod(shape[dim + 1 :])
-    runs = [((i * size + first) * after, (i * size + end) * after) for i in range(before)]
-    return (*shape[:dim], stacked * (end - first), *shape[dim + 1 :]), runs
-
-
-def own_range(size, server, n_servers):
-    """(first, end) of a server's part of range(size): 1/t of it, or nearly so if t does not divide size."""
-    return server * size // n_servers, (server + 1) * size // n_servers
-
-
 def layout_of(params, split, server, n_servers):
-    """(shapes, runs) of a server's slices of {name: parameter}. The runs are those of all parameters' flat
-    numbers in a row."""
+    """({name: shape}, runs) of a server's slices of {name: parameter}. The runs are what it holds of the flat
+    vector of all these parameters: intervals [first, end), in ascending order."""
     shapes = {}
     runs = []
     start = 0
     for name, param in params.items():
-        shapes[name], own_runs = slice_of(param.shape, split.get(name), server, n_servers)
-        runs += [(start + first, start + end) for first, end in own_runs]
+        shape = list(param.shape)
+        dim, stacked = split.get(name.rpartition(".")[0], (len(shape), 1))
+        if dim == len(shape):  # replicated, as is a row-parallel layer's bias
+            runs.append((start, start + param.numel()))
+        else:
+            size = shape[dim] // stacked
+            first, end = own_range(size, server, n_servers)
+            shape[dim] = stacked * (end - first)
+            after = math.prod(shape[dim + 1 :])
+            for i in range(0, param.numel() // after, size):  # rows, if dim is 1; else stacked matrices
+                runs.append((start + (i + first) * after, start + (i + end) * after))
+        shapes[name] = shape
         start += param.numel()
     return shapes, runs
+
+
+def own_range(size, server, n_servers):
+    """(first, end) of a server's part of range(size): about 1/t of it."""
+    return server * size // n_servers, (server + 1) * size // n_servers
 
 
 def intersections(start, end, runs):
@@ -220,27 +209,25 @@ def intersections(start, end, runs):
     return parts
 
 
-def take(flat, runs, start=0):
+def take(flat, runs, start):
     """The numbers in these runs, one run after the other. flat: the vector's numbers from `start` on."""
     return torch.cat([flat[first - start : end - start] for first, end in runs])
 
 
 class Unit(nn.Module):
     """What a rank holds of a module: of the flat vector of its parameters a trainer 1/N, a server its runs.
+    On a trainer, a unit of zero3.py, without prefetch: unsharded in forward and in backward, not in between."""
 
-    Its forward is the module's. On a trainer it is a unit of zero3.py, without prefetch: it is unsharded in
-    forward, and again in backward, but not in between."""
-
-    def __init__(self, module, params, split, ranks):
+    def __init__(self, prefix, module, params, split, ranks):
         super().__init__()
         self.module = module
         self.ranks = ranks
         self.n_trainers = ranks.n_trainers
-        self.params = list(params.values())
+        self.names = [prefix + name for name in params]
         self.flat = None  # all numbers, while it is unsharded
         layouts = [layout_of(params, split, server, ranks.n_servers) for server in range(ranks.n_servers)]
         self.runs = [runs for _, runs in layouts]  # of each server
-        flat = torch.cat([param.detach().flatten() for param in self.params])
+        flat = torch.cat([param.detach().flatten() for param in params.values()])
         self.dtype = flat.dtype
         self.size = -(-len(flat) // self.n_trainers)  # of a shard
         self.plan = ranks.plan(self)
@@ -252,10 +239,11 @@ class Unit(nn.Module):
         else:
             server = ranks.rank - self.n_trainers
             self.shapes, _ = layouts[server]
-            held = take(flat, self.runs[server])
-        assert len({param.requires_grad for param in self.params}) == 1, "freeze all of a unit, or none"
-        self.held = nn.Parameter(held, self.params[0].requires_grad)
-        for param in self.params:
+            held = take(flat, self.runs[server], 0)
+        trained = {param.requires_grad for param in params.values()}
+        assert len(trained) == 1, "freeze all parameters of a unit, or none"
+        self.held = nn.Parameter(held, trained.pop())
+        for param in params.values():
             param.data = param.new_empty(0)  # frees it
 
     def views(self, flat):
@@ -265,11 +253,9 @@ class Unit(nn.Module):
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
 
     def forward(self, *args):
-        if not self.ranks.is_trainer:
-            return functional_call(self.module, self.views(self.held.detach()), args)
         self.flat = Unshard.apply(self.held, self)
-        # Autograd would keep the weights, and so the whole unit, until backward. It lets pack() say what it
-        # keeps instead of a tensor, and calls unpack() in backward.
+        # Autograd would keep the weights, and so all of flat, until backward. Instead it keeps what pack()
+        # returns, and in backward calls unpack().
         with saved_tensors_hooks(self.pack, self.unpack):
             output = functional_call(self.module, self.views(self.flat), args)
         self.flat = None  # reshard
@@ -287,6 +273,8 @@ class Unit(nn.Module):
         return self.flat.as_strided(*packed)
 
     def unshard(self):
+        if not self.ranks.is_trainer:
+            return self.held.data  # a server computes with its slices
         flat = self.held.new_empty(self.size * self.n_trainers, dtype=self.dtype)
         own = flat.chunk(self.n_trainers)[self.ranks.rank]
         own.copy_(self.held.data)
@@ -314,16 +302,8 @@ class Unshard(torch.autograd.Function):
         return None, None
 
 
-# {parameter of a unit: (dimension along which servers split it, number of stacked matrices)}
-SPLIT = {
-    "tokens.weight": (0, 1),
-    "qkv.weight": (0, 3),  # a server has q, k and v of its heads
-    "qkv.bias": (0, 3),
-    "proj.weight": (1, 1),
-    "up.weight": (0, 1),
-    "up.bias": (0, 1),
-    "down.weight": (1, 1),
-}
+# {layer: (dimension along which servers split its weight, number of stacked matrices)}
+SPLIT = {"tokens": (0, 1), "qkv": (0, 3), "proj": (1, 1), "up": (0, 1), "down": (1, 1)}
 
 
 def serve_slices(ranks):
@@ -369,9 +349,9 @@ def train(config):
     n_trainers = choose_servers(config, int(os.getenv("WORLD_SIZE") or 1))
     device, text = set_up(config, f" | servers {config.servers} | how {config.how}", n_trainers)
     model = GPT(config).to(device, DTYPES[config.dtype])
-    ranks = Resharding(model, model.blocks, SPLIT, config.servers, config.how)
+    ranks = Resharding(model, SPLIT, config.servers, config.how)
     if ranks.is_trainer:
-        optimizer = OPTIMIZERS[config.optim](ranks.shards(), lr=config.lr, fused=True)
+        optimizer = OPTIMIZERS[config.optim](ranks.shards, lr=config.lr, fused=True)
     else:
         serve_slices(ranks)
     share = (ranks.rank, n_trainers) if ranks.is_trainer else (0, 1)  # each server has the trainers' batch
@@ -380,7 +360,8 @@ def train(config):
         numbers = torch.zeros(3, dtype=torch.float64, device=device)  # servers' loss, trainers' loss and norm
         for inputs, targets in microbatches(config, text, step, device, *share):
             # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
-            microloss = mean_loss(ranks.model(inputs), targets) / config.accum
+            with torch.set_grad_enabled(ranks.is_trainer):
+                microloss = mean_loss(ranks.model(inputs), targets) / config.accum
             if ranks.is_trainer:
                 microloss.backward()
             numbers[int(ranks.is_trainer)] += microloss.detach()
@@ -392,18 +373,17 @@ def train(config):
         dist.all_reduce(numbers)
         _, loss, grad_norm = numbers / n_trainers
         print_step(config, step, loss, grad_norm, started)
-        if config.servers:
-            print_served(numbers[0] / config.servers)
+        print_served(config, numbers[0])
     if config.save:
         state_dict = ranks.full_state_dict()
         if ranks.rank == 0:
             save_weights(state_dict, config.save)
 
 
-def print_served(loss):
-    line = f"    servers  | loss {loss.item():.4f}"
-    if not dist.get_rank():
-        print(line)
+def print_served(config, losses):  # of all servers, added up
+    total = losses.item()
+    if config.servers and not dist.get_rank():
+        print(f"    servers  | loss {total / config.servers:.4f}")
 
 
 def parse(arguments=None):
