@@ -15,19 +15,19 @@ Idea
     held by server     0 0 0 0 1 1 1 1 0 0 1 1 0 0 1 1     rows of A, columns of B
 
 Timeline
-    trainers | forward, backward 3, update |         | forward, backward 4, update |         | ...
-    servers  | loss of batch 3             | reshard | loss of batch 4             | reshard | ...
+    a trainer | forward, backward 3, update |         | forward, backward 4, update |         | ...
+    a server  | loss of batch 3             | reshard | loss of batch 4             | reshard | ...
 
 Memory (bytes on the rank that holds most; N trainers, t servers; P parameters, U in a block, E in no block)
-    parameters    max(mP/N+w(E+U),wD)    without --how rank0: of a trainer, of a server
-    parameters    max(mP/N+wP,wD)        with --how rank0: of rank 0, of a server
-    gradients     mP/N+wmax(E,U)(N+1)/N  a unit's, and the 1/N that a reduce-scatter makes of them
-    optimizer     KP/N                   K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
+    parameters    max(mP/N+w(E+U),wD)        without --how rank0: of a trainer, of a server
+    parameters    max(mP/N+wP,wD)            with --how rank0: of rank 0, of a server
+    gradients     mP/N+wmax(E,U)(1+g+1/N)    g = 1 over gloo, whose reduce-scatter copies a unit's, else 0
+    optimizer     KP/N                       K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
     w = 4 in fp32, 2 in bf16; m = 4. D = (P-r)/t+r, where r parameters are on all servers: norms, positions,
     and the biases of proj and down. While a unit is sent, a trainer also holds its messages.
 
 Sent (bytes, by the rank that sends most, in each step of k microbatches of b sequences on each trainer)
-    reduce-scatter    kwP(N-1)/N         among the trainers
+    reduce-scatter    kwP(N-1)/N         among the trainers; over gloo, where it is an all-reduce, twice that
     all-gather        2kwP(N-1)/N        with --how direct: before each unit's forward and backward
     all-gather        (2k+1)wP(N-1)/N    without --how direct: and once before it is sent
     send              wtD                with --how rank0
@@ -296,6 +296,7 @@ class Unshard(torch.autograd.Function):
         unit.flat = None  # reshard
         received = grad.new_empty(unit.size)
         reduce_scatter(received, grad, group=unit.ranks.trainers)
+        grad.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
         if unit.held.grad is None:
             unit.held.grad = torch.zeros_like(unit.held)
         unit.held.grad.add_(received, alpha=1 / unit.n_trainers)  # the trainers' average

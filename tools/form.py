@@ -38,6 +38,7 @@ LESSONS = {  # tokens of the technique
     "zero_r.py": 1900,
     "fusion.py": 1900,
     "resume.py": 1905,
+    "reshard.py": 2800,  # a trainer, a server, and what goes between them
     "survive.py": 2332,  # what may go wrong while something else does: slow steps, saves, newcomers
 }
 LESSON_LINES = 520  # read in ten minutes, a third of it the toy model
