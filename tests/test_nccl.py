@@ -52,6 +52,7 @@ NAMED = {
     "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
     "offload": {("item", "step()"): 1},
     "resume --checkpoint": {("copy", "train()"): 1},
+    "reshard": {("item", "print_served()"): 1},
 }
 
 
