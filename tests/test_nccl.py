@@ -269,6 +269,7 @@ ORDER = [
     ("pipeline zero_bubble", "self.ahead = 1\n", "self.ahead = 4\n", WAIT),
     ("zero_bubble", "self.world_size, self.groups[op]", f"self.world_size, {OTHER_GROUP}", WAIT),
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
+    ("reshard", "enumerate(self.units)", "enumerate(self.units[self.rank == 0 :])", MEET),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
 ]
 test_a_checkpoint_may_be_dropped_and_its_input_changed = holds("zero_r", check_dropped)
