@@ -1,10 +1,9 @@
 """Reshard: after each update, new weights go from the trainers' ZeRO-3 shards to tensor-parallel servers.
 
 Idea
-    Some ranks train and others serve, as in reinforcement learning: servers use the weights of the last
-    update. Each trainer holds 1/N of every unit, as in zero3.py: an interval of the flat vector of all its
-    parameters. Each server holds 1/t of every matrix, as in tensor_parallel.py: some rows, or some columns.
-    So after each update, numbers have to move from one layout into the other.
+    Some ranks train and others serve, as in reinforcement learning. Each trainer holds 1/N of every unit, as
+    in zero3.py: an interval of the flat vector of all its parameters. Each server holds 1/t of every matrix,
+    as in tensor_parallel.py: some rows, or some columns. After each update the servers need new weights.
 
     Rows of a matrix are an interval of the flat vector; columns are one interval in each row. All ranks know
     this from shapes alone. So each trainer can send each server what both of them hold, the intersections of
@@ -18,13 +17,13 @@ Timeline
     a trainer | forward, backward 3, update |         | forward, backward 4, update |         | ...
     a server  | loss of batch 3             | reshard | loss of batch 4             | reshard | ...
 
-Memory (bytes on the rank that holds most; N trainers, t servers; P parameters, U in a block, E in no block)
-    parameters    max(mP/N+w(E+U),wD)        without --how rank0: of a trainer, of a server
-    parameters    max(mP/N+wP,wD)            with --how rank0: of rank 0, of a server
+Memory (bytes on the trainer that holds most; N trainers, t servers; P parameters, U in a block, E in none)
+    parameters    mP/N+w(E+U)                without --how rank0
+    parameters    mP/N+wP                    with --how rank0: on rank 0
     gradients     mP/N+wmax(E,U)(1+g+1/N)    g = 1 over gloo, whose reduce-scatter copies a unit's, else 0
     optimizer     KP/N                       K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
-    w = 4 in fp32, 2 in bf16; m = 4. D = (P-r)/t+r, where r parameters are on all servers: norms, positions,
-    and the biases of proj and down. While a unit is sent, a trainer also holds its messages.
+    w = 4 in fp32, 2 in bf16; m = 4. A trainer also holds the messages of the unit that it sends. A server
+    holds wD, where D = (P-r)/t+r and all have the r parameters of norms, positions, biases of proj and down.
 
 Sent (bytes, by the rank that sends most, in each step of k microbatches of b sequences on each trainer)
     reduce-scatter    kwP(N-1)/N         among the trainers; over gloo, where it is an all-reduce, twice that
@@ -37,14 +36,13 @@ Sent (bytes, by the rank that sends most, in each step of k microbatches of b se
 
 Run
     torchrun --nproc_per_node=4 reshard.py --how direct
-    torchrun --nproc_per_node=8 reshard.py --servers 2 --batch 18 --dtype bf16
+    torchrun --nproc_per_node=8 reshard.py --servers 2 --batch 18 --how rank0
 
 Left out
-    Serving while new weights arrive. Servers receive into the weights that they use, so they wait: only with
+    Serving while new weights arrive. Servers wait, as they receive into the weights that they use: only with
     a second copy, to be swapped when it is complete, could they go on with the old weights.
-    Sending, in --how units, what the trainers' next forward gathers anyway: it would save the all-gather.
-    Overlap within a step, buffers, and what zero3.py and tensor_parallel.py leave out.
-    A parameter that is in two units fails in forward. Not noticed: ranks that build different models.
+    Sending, in --how units, what the next forward gathers anyway: it would save the all-gather. Overlap in a
+    step; buffers; what zero3.py and tensor_parallel.py leave out. Not noticed: ranks with different models.
 """
 
 import argparse
@@ -69,7 +67,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Resharding:
-    """A model on N trainers, the first ranks, and t servers. `how` to update the servers:
+    """A model on N trainers, the first ranks, and t servers. `how` says who sends:
 
         rank0     rank 0 gathers all units, then sends each server its slices
         units     the trainers gather unit after unit, and share the sending
@@ -77,9 +75,7 @@ class Resharding:
 
     The first is what one would write first, but rank 0 needs memory for the whole model, and sends all of it
     alone. The second needs memory for a unit, but all trainers still receive the whole model, to send a part
-    of it on. In the third they receive nothing.
-
-    model: its ModuleList `blocks` has the units; call self.model in its place. split: see SPLIT."""
+    of it on. In the third they receive nothing. (split: see SPLIT. Call self.model in place of the model.)"""
 
     def __init__(self, model: nn.Module, split: dict, n_servers: int, how="units"):
         self.how = how
@@ -87,19 +83,19 @@ class Resharding:
         self.n_servers = n_servers
         self.n_trainers = dist.get_world_size() - n_servers
         self.is_trainer = self.rank < self.n_trainers
+        self.share = (self.rank, self.n_trainers) if self.is_trainer else (0, 1)  # of the batch
         self.trainers = dist.new_group(range(self.n_trainers))
         self.servers = dist.new_group(range(self.n_trainers, dist.get_world_size())) if n_servers else None
-        # All ranks start from rank 0's weights. (NCCL needs this before messages, too: all ranks of a group
-        # must take part in its first operation.)
+        # All ranks start from rank 0's weights. (With NCCL, messages must not be a group's first operation,
+        # unless all of its ranks have some.)
         for param in model.parameters():
             dist.broadcast(param.detach(), 0)
         in_blocks = set(model.blocks.parameters())
         root = {name: param for name, param in model.named_parameters() if param not in in_blocks}
-        self.units = [Unit("", model, root, split, self)]
+        self.model = Unit("", model, root, split, self)
         for i, block in enumerate(model.blocks):
             model.blocks[i] = Unit(f"blocks.{i}.", block, dict(block.named_parameters()), split, self)
-            self.units.append(model.blocks[i])
-        self.model = self.units[0]
+        self.units = [self.model, *model.blocks]
         self.shards = [unit.held for unit in self.units if unit.held.requires_grad]  # for an optimizer
 
     @torch.no_grad()
@@ -108,49 +104,47 @@ class Resharding:
         both ends of a message come to it at the same point of this walk, so that it needs no header."""
         flats = self.gather() if self.how == "rank0" else []
         for i, unit in enumerate(self.units):
-            if self.how == "rank0":
-                self.deliver(unit, flats[i], 0)
-            elif self.how == "units":
-                self.deliver(unit, unit.unshard(), 0)
-            else:
+            if self.how == "direct":
                 self.deliver(unit, unit.held.to(unit.dtype), self.rank * unit.size)
+            else:
+                self.deliver(unit, flats[i] if flats else unit.unshard(), 0)
 
     def gather(self):
-        """[all numbers of each unit] on rank 0, elsewhere [None, ...]."""
-        flats = []
+        flats = []  # of all units, on rank 0
         for unit in self.units:
             flat = unit.unshard()
             flats.append(flat if self.rank == 0 else None)
         return flats
 
     def plan(self, unit):
-        """[(trainer, server's rank, runs)]: who sends whom which numbers of a unit, in order."""
+        """[(sender, receiver, runs)]: who sends whom which numbers of a unit, in order."""
         messages = []
         for server, runs in enumerate(unit.runs):
+            receiver = self.n_trainers + server
             if self.how == "direct":
                 for trainer in range(self.n_trainers):
-                    both = intersections(trainer * unit.size, (trainer + 1) * unit.size, runs)
-                    messages.append((trainer, self.n_trainers + server, both))
+                    start = trainer * unit.size
+                    messages.append((trainer, receiver, intersections(start, start + unit.size, runs)))
             else:
-                trainer = 0 if self.how == "rank0" else server % self.n_trainers
-                messages.append((trainer, self.n_trainers + server, runs))
+                sender = 0 if self.how == "rank0" else server % self.n_trainers
+                messages.append((sender, receiver, runs))
         return [message for message in messages if message[-1]]
 
     def deliver(self, unit, flat, start):
         """Send each server its slices of a unit. flat: this trainer's numbers of it, from `start` on."""
         ops = []
         received = 0
-        for trainer, server, runs in unit.plan:
-            if self.rank == trainer:
-                ops.append(dist.P2POp(dist.isend, take(flat, runs, start), server))
-            elif self.rank == server:
-                # The trainers' intervals ascend, and so do the numbers of a slice: the next message continues
-                # where this one ends.
+        for sender, receiver, runs in unit.plan:
+            if self.rank == sender:
+                ops.append(dist.P2POp(dist.isend, take(flat, runs, start), receiver))
+            elif self.rank == receiver:
+                # Trainers' intervals ascend, as a slice's numbers do: the next message continues at its end.
                 end = received + sum(last - first for first, last in runs)
-                ops.append(dist.P2POp(dist.irecv, unit.held.data[received:end], trainer))
+                ops.append(dist.P2POp(dist.irecv, unit.held.data[received:end], sender))
                 received = end
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
+        if ops:
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
@@ -159,7 +153,7 @@ class Resharding:
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares, group=self.trainers)
         norm = squares.sqrt()
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm.to(grads[0]))
         return norm
 
     @torch.no_grad()
@@ -185,7 +179,8 @@ def layout_of(params, split, server, n_servers):
             runs.append((start, start + param.numel()))
         else:
             size = shape[dim] // stacked
-            first, end = own_range(size, server, n_servers)
+            first = server * size // n_servers
+            end = (server + 1) * size // n_servers
             shape[dim] = stacked * (end - first)
             after = math.prod(shape[dim + 1 :])
             for i in range(0, param.numel() // after, size):  # rows, if dim is 1; else stacked matrices
@@ -193,11 +188,6 @@ def layout_of(params, split, server, n_servers):
         shapes[name] = shape
         start += param.numel()
     return shapes, runs
-
-
-def own_range(size, server, n_servers):
-    """(first, end) of a server's part of range(size): about 1/t of it."""
-    return server * size // n_servers, (server + 1) * size // n_servers
 
 
 def intersections(start, end, runs):
@@ -216,7 +206,7 @@ def take(flat, runs, start):
 
 class Unit(nn.Module):
     """What a rank holds of a module: of the flat vector of its parameters a trainer 1/N, a server its runs.
-    On a trainer, a unit of zero3.py, without prefetch: unsharded in forward and in backward, not in between."""
+    On a trainer a unit of zero3.py, without prefetch: unsharded in forward and backward, not in between."""
 
     def __init__(self, prefix, module, params, split, ranks):
         super().__init__()
@@ -225,24 +215,26 @@ class Unit(nn.Module):
         self.n_trainers = ranks.n_trainers
         self.names = [prefix + name for name in params]
         self.flat = None  # all numbers, while it is unsharded
-        layouts = [layout_of(params, split, server, ranks.n_servers) for server in range(ranks.n_servers)]
-        self.runs = [runs for _, runs in layouts]  # of each server
+        self.shapes = {name: param.shape for name, param in params.items()}
+        self.runs = []  # of each server
+        for server in range(ranks.n_servers):
+            shapes, runs = layout_of(params, split, server, ranks.n_servers)
+            self.runs.append(runs)
+            if ranks.rank == self.n_trainers + server:
+                self.shapes = shapes
         flat = torch.cat([param.detach().flatten() for param in params.values()])
         self.dtype = flat.dtype
         self.size = -(-len(flat) // self.n_trainers)  # of a shard
         self.plan = ranks.plan(self)
         if ranks.is_trainer:
-            self.shapes = {name: param.shape for name, param in params.items()}
-            padded = F.pad(flat, (0, self.size * self.n_trainers - len(flat)))
-            shard = padded.chunk(self.n_trainers)[ranks.rank]
-            held = shard.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+            shard = flat[ranks.rank * self.size :][: self.size]
+            padded = F.pad(shard, (0, self.size - len(shard)))
+            held = padded.to(torch.promote_types(flat.dtype, torch.float32))
         else:
-            server = ranks.rank - self.n_trainers
-            self.shapes, _ = layouts[server]
-            held = take(flat, self.runs[server], 0)
+            held = take(flat, self.runs[ranks.rank - self.n_trainers], 0)
         trained = {param.requires_grad for param in params.values()}
         assert len(trained) == 1, "freeze all parameters of a unit, or none"
-        self.held = nn.Parameter(held, trained.pop())
+        self.held = nn.Parameter(held, ranks.is_trainer and trained.pop())
         for param in params.values():
             param.data = param.new_empty(0)  # frees it
 
@@ -254,8 +246,7 @@ class Unit(nn.Module):
 
     def forward(self, *args):
         self.flat = Unshard.apply(self.held, self)
-        # Autograd would keep the weights, and so all of flat, until backward. Instead it keeps what pack()
-        # returns, and in backward calls unpack().
+        # Autograd keeps what pack() returns in place of a weight, and in backward calls unpack() for it.
         with saved_tensors_hooks(self.pack, self.unpack):
             output = functional_call(self.module, self.views(self.flat), args)
         self.flat = None  # reshard
@@ -282,9 +273,7 @@ class Unit(nn.Module):
         return flat
 
 
-class Unshard(torch.autograd.Function):
-    """Shard -> the unit's flat vector. Autograd calls backward when the unit has all its gradients."""
-
+class Unshard(torch.autograd.Function):  # backward is called when a unit has all its gradients
     @staticmethod
     def forward(ctx, shard, unit):
         ctx.unit = unit
@@ -311,7 +300,9 @@ def serve_slices(ranks):
     """Give a GPT that is split by SPLIT the forward of tensor_parallel.py. (There is no backward here.)"""
     model = ranks.model.module
     vocab = model.tokens.num_embeddings
-    first, end = own_range(vocab, ranks.rank - ranks.n_trainers, ranks.n_servers)
+    server = ranks.rank - ranks.n_trainers
+    first = server * vocab // ranks.n_servers
+    end = (server + 1) * vocab // ranks.n_servers
 
     def add_up(x):
         dist.all_reduce(x, group=ranks.servers)
@@ -339,10 +330,8 @@ def serve_slices(ranks):
 def choose_servers(config, world_size):
     if config.servers is None:
         config.servers = world_size // 2
-    if config.servers >= world_size:
-        refuse(f"--servers {config.servers}: must be less than the {world_size} ranks")
-    if config.servers and config.heads % config.servers:
-        refuse(f"--heads {config.heads}: must be a multiple of the {config.servers} servers")
+    if config.servers >= world_size or config.heads % max(config.servers, 1):
+        refuse(f"--servers {config.servers}: must be less than the {world_size} ranks, and divide --heads")
     return world_size - config.servers
 
 
@@ -355,14 +344,13 @@ def train(config):
         optimizer = OPTIMIZERS[config.optim](ranks.shards, lr=config.lr, fused=True)
     else:
         serve_slices(ranks)
-    share = (ranks.rank, n_trainers) if ranks.is_trainer else (0, 1)  # each server has the trainers' batch
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        numbers = torch.zeros(3, dtype=torch.float64, device=device)  # servers' loss, trainers' loss and norm
-        for inputs, targets in microbatches(config, text, step, device, *share):
+        # The servers' loss, the trainers' loss, and the gradients' norm: each rank adds to some of them.
+        numbers = torch.zeros(3, dtype=torch.float64, device=device)
+        for inputs, targets in microbatches(config, text, step, device, *ranks.share):
             # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
-            with torch.set_grad_enabled(ranks.is_trainer):
-                microloss = mean_loss(ranks.model(inputs), targets) / config.accum
+            microloss = mean_loss(ranks.model(inputs), targets) / config.accum
             if ranks.is_trainer:
                 microloss.backward()
             numbers[int(ranks.is_trainer)] += microloss.detach()
@@ -390,7 +378,7 @@ def print_served(config, losses):  # of all servers, added up
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--servers", type=int, help="ranks that serve (default: half of all); the others train")
-    own.add_argument("--how", choices=("rank0", "units", "direct"), default="units", help="see Resharding")
+    own.add_argument("--how", choices="rank0 units direct".split(), default="units", help="see Resharding")
     return read_flags(arguments, own, servers=(1, 1_048_576))
 
 

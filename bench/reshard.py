@@ -55,7 +55,7 @@ class Peer:
     def slice(self, weight, dim, server):
         if dim is None:
             return weight
-        first, end = lesson.own_range(weight.shape[dim], server, self.ranks.n_servers)
+        first, end = (i * weight.shape[dim] // self.ranks.n_servers for i in (server, server + 1))
         return weight.narrow(dim, first, end - first).contiguous()
 
     def update_servers(self):
