@@ -210,8 +210,8 @@ MUTANTS = [
      check_served, "servers' loss of step 2"),
     ("enumerate(self.units)", "enumerate(self.units[: len(self.units) - (self.rank == 0)])", check_walk,
      "rank 1 walks"),
-    ("enumerate(self.units)", "enumerate([unit for unit in self.units if unit.held.requires_grad])",
-     check_tied, "blocks.0.weight on a server"),
+    ("self.units = [self.model, *model.blocks]", "self.units = [unit for unit in (self.model, *model.blocks) if "
+     "next(unit.module.parameters()).requires_grad]", check_tied, "other weights"),
     (NAMES, NAMES.replace("()", "(remove_duplicate=self.is_trainer)"), check_tied, "on a server"),
     ("after = math.prod(shape[dim + 1 :])", "after = math.prod(shape[:dim])", check_intersections,
      "the runs are not the slices"),
