@@ -6,7 +6,7 @@ of b sequences each; w bytes of a weight, m of a shard (fp32 at least), c of an 
 of a parameter's optimizer state; G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1
 over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
-is its mean. H parameters in Muon's matrices, O of them on the rank with most; o bytes of an outer momentum.
+is its mean. H parameters in Muon's matrices, X of them on the rank with most; o bytes of an outer momentum.
 Documents of the rank that has most take D FLOPs, a rank's M in the mean. Of N trainers one sends to up to q
 of t servers, which hold D numbers each. H are diloco.py's steps from
 exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
@@ -79,7 +79,7 @@ def letters_of(lesson, config, ranks, backend):
         letters["D"] = statistics.mean(map(max, config.costs))
         letters["M"] = statistics.mean(map(statistics.mean, config.costs))
     if hasattr(config, "outer_lr"):
-        letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
+        letters |= {"o": letters["m"] * (config.outer_momentum > 0), "H": config.inner_steps}
     if hasattr(config, "servers"):  # of reshard.py; without any, nothing is sent to one
         trainers, servers = ranks - config.servers, max(config.servers, 1)
         letters["r"] += config.context * config.width  # positions
@@ -92,7 +92,7 @@ def letters_of(lesson, config, ranks, backend):
         for matrix, owner in lesson.assign_owners(matrices, ranks).items():
             owned[owner] += matrix.numel()
         letters["H"] = sum(owned.values())
-        letters["O"] = max(owned.values())
+        letters["X"] = max(owned.values())
     return letters
 
 
