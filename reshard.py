@@ -1,17 +1,23 @@
 """Reshard: after each update, new weights go from the trainers' ZeRO-3 shards to tensor-parallel servers.
 
 Idea
-    Some ranks train and others serve, as in reinforcement learning. Each trainer holds 1/N of every unit, as
-    in zero3.py: an interval of the flat vector of all its parameters. Each server holds 1/t of every matrix,
-    as in tensor_parallel.py: some rows, or some columns. After each update the servers need new weights.
-
-    Rows of a matrix are an interval of the flat vector; columns are one interval in each row. All ranks know
-    this from shapes alone. So each trainer can send each server what both of them hold, the intersections of
-    their intervals, and no number travels twice. For A (4, 2) and B (2, 4), 3 trainers and 2 servers:
+    Some ranks train and others serve, as in reinforcement learning, and after each update the servers need
+    the new weights. But they hold them in another layout. Each trainer holds 1/N of every unit, as in
+    zero3.py: an interval of the flat vector of the unit's parameters. Each server holds 1/t of every matrix
+    of a block, as in tensor_parallel.py: some of its rows, or of its columns. For a unit of two matrices,
+    A (4, 2), of which servers hold rows, and B (2, 4), of which they hold columns, 3 trainers and 2 servers:
 
     flat vector        A A A A A A A A B B B B B B B B
     held by trainer    0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2
-    held by server     0 0 0 0 1 1 1 1 0 0 1 1 0 0 1 1     rows of A, columns of B
+    held by server     0 0 0 0 1 1 1 1 0 0 1 1 0 0 1 1
+
+    --how rank0, the naive way: rank 0 gathers all units, then sends each server its slices. It needs memory
+    for the whole model, and while it sends all of that alone, the others wait.
+    --how units: the trainers gather unit after unit, and share the sending. This takes memory for one unit,
+    but each trainer still receives the whole model, only to send a part of it on.
+    --how direct: rows are an interval of the flat vector, and columns an interval in each row. All ranks know
+    this from shapes alone. So each trainer sends each server what both of them hold, the intersections of
+    their intervals. Trainers receive nothing, and no number travels twice.
 
 Timeline
     a trainer | forward, backward 3, update |         | forward, backward 4, update |         | ...
@@ -23,7 +29,7 @@ Memory (bytes on the trainer that holds most; N trainers, t servers; P parameter
     gradients     mP/N+wmax(E,U)(1+g+1/N)    g = 1 over gloo, whose reduce-scatter copies a unit's, else 0
     optimizer     KP/N                       K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
     w = 4 in fp32, 2 in bf16; m = 4. A trainer also holds the messages of the unit that it sends. A server
-    holds wD, where D = (P-r)/t+r and all have the r parameters of norms, positions, biases of proj and down.
+    holds wD, where D = (P-r)/t+r: all servers have the r parameters that are not split (see SPLIT).
 
 Sent (bytes, by the rank that sends most, in each step of k microbatches of b sequences on each trainer)
     reduce-scatter    kwP(N-1)/N         among the trainers; over gloo, where it is an all-reduce, twice that
@@ -32,7 +38,7 @@ Sent (bytes, by the rank that sends most, in each step of k microbatches of b se
     send              wtD                with --how rank0
     send              wqD                with --how units: a trainer sends to q servers, t/N rounded up
     send              wtD/N              with --how direct, in the mean
-    all-reduce        2kwNbs((2L+1)h+v)(t-1)/t    among servers: L layers, h width, s context, v vocabulary
+    all-reduce        4kwNbsLh(t-1)/t    among the servers: L layers, h width, s context
 
 Run
     torchrun --nproc_per_node=4 reshard.py --how direct
@@ -41,12 +47,12 @@ Run
 Left out
     Serving while new weights arrive. Servers wait, as they receive into the weights that they use: only with
     a second copy, to be swapped when it is complete, could they go on with the old weights.
-    Sending, in --how units, what the next forward gathers anyway: it would save the all-gather. Overlap in a
-    step; buffers; what zero3.py and tensor_parallel.py leave out. Not noticed: ranks with different models.
+    Sending, in --how units, what the next forward gathers anyway: it would save an all-gather. Overlap in a
+    step; embeddings that servers split; buffers; what zero3.py and tensor_parallel.py leave out.
+    Not noticed: ranks with different models.
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -67,15 +73,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Resharding:
-    """A model on N trainers, the first ranks, and t servers. `how` says who sends:
+    """A model on N trainers, the first ranks, and t servers. how: "rank0", "units" or "direct".
 
-        rank0     rank 0 gathers all units, then sends each server its slices
-        units     the trainers gather unit after unit, and share the sending
-        direct    each trainer sends each server what both hold
-
-    The first is what one would write first, but rank 0 needs memory for the whole model, and sends all of it
-    alone. The second needs memory for a unit, but all trainers still receive the whole model, to send a part
-    of it on. In the third they receive nothing. (split: see SPLIT. Call self.model in place of the model.)"""
+    Call self.model in place of the model. split: see SPLIT."""
 
     def __init__(self, model: nn.Module, split: dict, n_servers: int, how="units"):
         self.how = how
@@ -83,7 +83,6 @@ class Resharding:
         self.n_servers = n_servers
         self.n_trainers = dist.get_world_size() - n_servers
         self.is_trainer = self.rank < self.n_trainers
-        self.share = (self.rank, self.n_trainers) if self.is_trainer else (0, 1)  # of the batch
         self.trainers = dist.new_group(range(self.n_trainers))
         self.servers = dist.new_group(range(self.n_trainers, dist.get_world_size())) if n_servers else None
         # All ranks start from rank 0's weights. (With NCCL, messages must not be a group's first operation,
@@ -119,7 +118,7 @@ class Resharding:
     def plan(self, unit):
         """[(sender, receiver, runs)]: who sends whom which numbers of a unit, in order."""
         messages = []
-        for server, runs in enumerate(unit.runs):
+        for server, (_, runs) in enumerate(unit.layouts):
             receiver = self.n_trainers + server
             if self.how == "direct":
                 for trainer in range(self.n_trainers):
@@ -166,26 +165,32 @@ class Resharding:
         return weights
 
 
+# What servers split: {parameter: (dimension, number of stacked matrices)}. A column-parallel layer is split
+# by its outputs, with its bias; a row-parallel one by its inputs. All servers have all other parameters.
+SPLIT = {"qkv.weight": (0, 3), "qkv.bias": (0, 3), "proj.weight": (1, 1)}
+SPLIT |= {"up.weight": (0, 1), "up.bias": (0, 1), "down.weight": (1, 1)}
+
+
 def layout_of(params, split, server, n_servers):
     """({name: shape}, runs) of a server's slices of {name: parameter}. The runs are what it holds of the flat
     vector of all these parameters: intervals [first, end), in ascending order."""
     shapes = {}
     runs = []
-    start = 0
+    start = 0  # of a parameter in the flat vector
     for name, param in params.items():
         shape = list(param.shape)
-        dim, stacked = split.get(name.rpartition(".")[0], (len(shape), 1))
-        if dim == len(shape):  # replicated, as is a row-parallel layer's bias
-            runs.append((start, start + param.numel()))
-        else:
+        if name in split:
+            dim, stacked = split[name]
             size = shape[dim] // stacked
             first = server * size // n_servers
             end = (server + 1) * size // n_servers
             shape[dim] = stacked * (end - first)
-            after = math.prod(shape[dim + 1 :])
-            for i in range(0, param.numel() // after, size):  # rows, if dim is 1; else stacked matrices
+            after = param.shape[dim + 1 :].numel()
+            for i in range(0, param.numel() // after, size):  # stacked matrices, or if dim is 1, rows
                 runs.append((start + (i + first) * after, start + (i + end) * after))
-        shapes[name] = shape
+        else:
+            runs.append((start, start + param.numel()))
+        shapes[name] = torch.Size(shape)
         start += param.numel()
     return shapes, runs
 
@@ -212,26 +217,23 @@ class Unit(nn.Module):
         super().__init__()
         self.module = module
         self.ranks = ranks
-        self.n_trainers = ranks.n_trainers
         self.names = [prefix + name for name in params]
-        self.flat = None  # all numbers, while it is unsharded
         self.shapes = {name: param.shape for name, param in params.items()}
-        self.runs = []  # of each server
-        for server in range(ranks.n_servers):
-            shapes, runs = layout_of(params, split, server, ranks.n_servers)
-            self.runs.append(runs)
-            if ranks.rank == self.n_trainers + server:
-                self.shapes = shapes
+        self.flat = None  # all numbers, while it is unsharded
         flat = torch.cat([param.detach().flatten() for param in params.values()])
         self.dtype = flat.dtype
-        self.size = -(-len(flat) // self.n_trainers)  # of a shard
+        self.size = -(-len(flat) // ranks.n_trainers)  # of a shard
+        self.layouts = []  # of each server
+        for server in range(ranks.n_servers):
+            self.layouts.append(layout_of(params, split, server, ranks.n_servers))
         self.plan = ranks.plan(self)
         if ranks.is_trainer:
-            shard = flat[ranks.rank * self.size :][: self.size]
-            padded = F.pad(shard, (0, self.size - len(shard)))
-            held = padded.to(torch.promote_types(flat.dtype, torch.float32))
+            padded = F.pad(flat, (0, -len(flat) % ranks.n_trainers))
+            shard = padded.chunk(ranks.n_trainers)[ranks.rank]
+            held = shard.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
         else:
-            held = take(flat, self.runs[ranks.rank - self.n_trainers], 0)
+            self.shapes, runs = self.layouts[ranks.rank - ranks.n_trainers]
+            held = take(flat, runs, 0)
         trained = {param.requires_grad for param in params.values()}
         assert len(trained) == 1, "freeze all parameters of a unit, or none"
         self.held = nn.Parameter(held, ranks.is_trainer and trained.pop())
@@ -240,7 +242,7 @@ class Unit(nn.Module):
 
     def views(self, flat):
         """{name: parameter or slice}, as views of a flat vector, which may be padded."""
-        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        sizes = [shape.numel() for shape in self.shapes.values()]
         parts = flat.split([*sizes, len(flat) - sum(sizes)])
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
 
@@ -266,8 +268,8 @@ class Unit(nn.Module):
     def unshard(self):
         if not self.ranks.is_trainer:
             return self.held.data  # a server computes with its slices
-        flat = self.held.new_empty(self.size * self.n_trainers, dtype=self.dtype)
-        own = flat.chunk(self.n_trainers)[self.ranks.rank]
+        flat = self.held.new_empty(self.size * self.ranks.n_trainers, dtype=self.dtype)
+        own = flat.chunk(self.ranks.n_trainers)[self.ranks.rank]
         own.copy_(self.held.data)
         all_gather(flat, own, group=self.ranks.trainers)
         return flat
@@ -281,47 +283,22 @@ class Unshard(torch.autograd.Function):  # backward is called when a unit has al
 
     @staticmethod
     def backward(ctx, grad):
-        unit = ctx.unit
-        unit.flat = None  # reshard
-        received = grad.new_empty(unit.size)
-        reduce_scatter(received, grad, group=unit.ranks.trainers)
+        ctx.unit.flat = None  # reshard
+        received = grad.new_empty(ctx.unit.size)
+        reduce_scatter(received, grad, group=ctx.unit.ranks.trainers)
         grad.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
-        if unit.held.grad is None:
-            unit.held.grad = torch.zeros_like(unit.held)
-        unit.held.grad.add_(received, alpha=1 / unit.n_trainers)  # the trainers' average
-        return None, None
-
-
-# {layer: (dimension along which servers split its weight, number of stacked matrices)}
-SPLIT = {"tokens": (0, 1), "qkv": (0, 3), "proj": (1, 1), "up": (0, 1), "down": (1, 1)}
+        return received.to(ctx.unit.held.dtype).div_(ctx.unit.ranks.n_trainers), None  # their average
 
 
 def serve_slices(ranks):
-    """Give a GPT that is split by SPLIT the forward of tensor_parallel.py. (There is no backward here.)"""
-    model = ranks.model.module
-    vocab = model.tokens.num_embeddings
-    server = ranks.rank - ranks.n_trainers
-    first = server * vocab // ranks.n_servers
-    end = (server + 1) * vocab // ranks.n_servers
-
-    def add_up(x):
-        dist.all_reduce(x, group=ranks.servers)
-        return x
+    """Make the forward of a GPT that is split by SPLIT tensor_parallel.py's. (There is no backward here.)"""
 
     def row_parallel(layer, x):
-        return add_up(F.linear(x, layer.weight)) + layer.bias
+        y = F.linear(x, layer.weight)
+        dist.all_reduce(y, group=ranks.servers)
+        return y + layer.bias
 
-    def look_up(tokens):
-        is_here = (tokens >= first) & (tokens < end)
-        found = F.embedding((tokens - first) * is_here, model.tokens.weight)
-        return add_up(found * is_here.unsqueeze(-1))
-
-    def gather_logits(model, args, own_logits):  # (b, s, v/t) -> (b, s, v)
-        return add_up(F.pad(own_logits, (first, vocab - end)))
-
-    model.tokens.forward = look_up
-    model.register_forward_hook(gather_logits)
-    for unit in model.blocks:
+    for unit in ranks.model.module.blocks:
         unit.module.heads //= ranks.n_servers
         for layer in unit.module.proj, unit.module.down:
             layer.forward = partial(row_parallel, layer)
@@ -340,6 +317,7 @@ def train(config):
     device, text = set_up(config, f" | servers {config.servers} | how {config.how}", n_trainers)
     model = GPT(config).to(device, DTYPES[config.dtype])
     ranks = Resharding(model, SPLIT, config.servers, config.how)
+    share = (ranks.rank, n_trainers) if ranks.is_trainer else (0, 1)  # of the batch
     if ranks.is_trainer:
         optimizer = OPTIMIZERS[config.optim](ranks.shards, lr=config.lr, fused=True)
     else:
@@ -348,7 +326,7 @@ def train(config):
         started = time.perf_counter()
         # The servers' loss, the trainers' loss, and the gradients' norm: each rank adds to some of them.
         numbers = torch.zeros(3, dtype=torch.float64, device=device)
-        for inputs, targets in microbatches(config, text, step, device, *ranks.share):
+        for inputs, targets in microbatches(config, text, step, device, *share):
             # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
             microloss = mean_loss(ranks.model(inputs), targets) / config.accum
             if ranks.is_trainer:

@@ -41,7 +41,7 @@ class Peer:
         self.params = []  # (DTensor on trainers, buffer on servers, dimension)
         server = ranks.rank - ranks.n_trainers
         for name, param in lesson.GPT(config).to(device, lesson.DTYPES[config.dtype]).named_parameters():
-            dim, stacked = lesson.SPLIT.get(name.split(".")[-2], (param.dim(), 1))
+            dim, stacked = lesson.SPLIT.get(name.split(".", 2)[-1], (param.dim(), 1))
             weight = param.detach()
             if stacked > 1:  # q, k and v in a dimension of their own
                 weight, dim = weight.unflatten(0, (stacked, -1)), 1
@@ -145,7 +145,7 @@ def formulas(ranks, config):
 
 
 def is_split(name, param):
-    dim, _ = lesson.SPLIT.get(name.split(".")[-2], (param.dim(), 1))
+    dim, _ = lesson.SPLIT.get(name.split(".", 2)[-1], (param.dim(), 1))
     return dim < param.dim()
 
 

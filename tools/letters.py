@@ -82,7 +82,7 @@ def letters_of(lesson, config, ranks, backend):
         letters |= {"o": letters["m"] * (config.outer_momentum > 0), "H": config.inner_steps}
     if hasattr(config, "servers"):  # of reshard.py; without any, nothing is sent to one
         trainers, servers = ranks - config.servers, max(config.servers, 1)
-        letters["r"] += config.context * config.width  # positions
+        letters["r"] += (config.vocab + config.context) * config.width  # the embeddings
         slices = letters["r"] + (letters["P"] - letters["r"]) / servers
         letters |= {"N": trainers, "t": servers, "q": -(-servers // trainers)}
         letters["D"] = slices * (config.servers > 0)
