@@ -49,7 +49,7 @@ Left out
     a second copy, to be swapped when it is complete, could they go on with the old weights.
     Sending, in --how units, what the next forward gathers anyway: it would save an all-gather. Overlap in a
     step; embeddings that servers split; buffers; what zero3.py and tensor_parallel.py leave out.
-    Not noticed: ranks with different models.
+    A frozen unit stays unsharded from backward to its next forward. Not noticed: ranks with different models.
 """
 
 import argparse
@@ -106,7 +106,9 @@ class Resharding:
             if self.how == "direct":
                 self.deliver(unit, unit.held.to(unit.dtype), self.rank * unit.size)
             else:
-                self.deliver(unit, flats[i] if flats else unit.unshard(), 0)
+                unit.flat = flats[i] if flats else unit.unshard()
+                self.deliver(unit, unit.flat, 0)
+                unit.reshard()
 
     def gather(self):
         flats = []  # of all units, on rank 0
@@ -251,7 +253,7 @@ class Unit(nn.Module):
         # Autograd keeps what pack() returns in place of a weight, and in backward calls unpack() for it.
         with saved_tensors_hooks(self.pack, self.unpack):
             output = functional_call(self.module, self.views(self.flat), args)
-        self.flat = None  # reshard
+        self.reshard()
         return output
 
     def pack(self, tensor):
@@ -274,6 +276,11 @@ class Unit(nn.Module):
         all_gather(flat, own, group=self.ranks.trainers)
         return flat
 
+    def reshard(self):
+        if self.ranks.is_trainer and self.flat is not None:
+            self.flat.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
+        self.flat = None
+
 
 class Unshard(torch.autograd.Function):  # backward is called when a unit has all its gradients
     @staticmethod
@@ -283,10 +290,10 @@ class Unshard(torch.autograd.Function):  # backward is called when a unit has al
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.unit.flat = None  # reshard
+        ctx.unit.reshard()
         received = grad.new_empty(ctx.unit.size)
         reduce_scatter(received, grad, group=ctx.unit.ranks.trainers)
-        grad.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
+        grad.untyped_storage().resize_(0)  # this, too
         return received.to(ctx.unit.held.dtype).div_(ctx.unit.ranks.n_trainers), None  # their average
 
 

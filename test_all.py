@@ -249,7 +249,6 @@ def slack(name, weights, size, flags):
     of_norms = 36 * 16 * sum("norm" in key for key in weights)
     slack_of = {"gradients": (flying + padding, largest + padding)}
     slack_of["activations"] = of_norms, padding + of_norms
-    slack_of["parameters"] = padding, padding + block * (name == "reshard")  # which leaves it to gloo to free
     return slack_of, (padding, padding)
 
 

@@ -1,16 +1,23 @@
 """What is special to reshard.py: after each update each server has its slices of the trainers' weights."""
 
 import math
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from test_all import check_ledger, check_parity
-from tests.harness import TEXT, apart, error_of, holds, load, mutants, on_ranks, train, world
+from tests.harness import ROOT, TEXT, apart, error_of, holds, load, mutants, on_ranks, train, world
 
 # Sizes that no number of ranks divides, but for the heads.
 ODD = f"--layers 2 --heads 4 --width 20 --context 13 --vocab 257 --batch 12 --steps 3 --lr 0.01 --data {TEXT}"
@@ -199,6 +206,7 @@ four = partial(check_ledger, size=4, flags="--accum 3")
 parity = partial(check_parity, size=3)
 TRAINERS = "range(self.n_trainers):"
 WALK = "range(self.n_trainers)[:: 1 if self.is_trainer else -1]:"
+ALL = "[self.model, *model.blocks]"
 NAMES = "in model.named_parameters() if"
 MUTANTS = [
     ("        ranks.update_servers()\n", "", check_served, "servers' loss of step 2"),
@@ -210,8 +218,9 @@ MUTANTS = [
      check_served, "servers' loss of step 2"),
     ("enumerate(self.units)", "enumerate(self.units[: len(self.units) - (self.rank == 0)])", check_walk,
      "rank 1 walks"),
-    ("self.units = [self.model, *model.blocks]", "self.units = [unit for unit in (self.model, *model.blocks) if "
-     "next(unit.module.parameters()).requires_grad]", check_tied, "other weights"),
+    (ALL, f"[unit for unit in {ALL} if next(unit.module.parameters()).requires_grad]", check_tied,
+     "other weights"),
+    ("is_trainer and trained.pop()", "is_trainer", check_tied, "weight on a"),
     (NAMES, NAMES.replace("()", "(remove_duplicate=self.is_trainer)"), check_tied, "on a server"),
     ("after = param.shape[dim + 1 :]", "after = param.shape[:dim]", check_intersections,
      "the runs are not the slices"),
@@ -224,11 +233,32 @@ MUTANTS = [
     (".div_(ctx.unit.ranks.n_trainers)", "", parity, "norms differ"),
     ("dist.all_reduce(squares, group=self.trainers)", "pass", parity, "losses differ"),
     ("            dist.broadcast(param.detach(), 0)", "            pass", check_tied, "tokens.weight on a"),
-    ("if is_weight else tensor", "if False else tensor", four, "parameters: +"),
-    ("        ctx.unit.flat = None  # reshard\n", "", four, "parameters: +"),
-    ("server % self.n_trainers", "0", four, "send: sent +"),
+    ("        ctx.unit.reshard()\n", "", four, "parameters: +"),
+    ("server % self.n_trainers", "0", four, "bytes from the formula"),
     ('assert len(trained) == 1, "freeze', 'assert trained, "freeze', check_tied, "unit: nothing"),
     ("+ layer.bias", "+ layer.bias * ranks.n_servers", check_served, "servers' loss of step 1"),
     ("        dist.all_reduce(y, group=ranks.servers)\n", "", check_served, "servers' loss of step 1"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "reshard")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux, and root for py-spy")
+def test_where_names_the_rank_that_alone_leaves_out_a_unit(tmp_path):
+    source = (ROOT / "reshard.py").read_text()
+    old, new = "enumerate(self.units):", "enumerate(self.units[: len(self.units) - self.is_trainer]):"
+    assert source.count(old) == 1
+    (tmp_path / "reshard.py").write_text(source.replace(old, new))
+    command = f"{tmp_path}/reshard.py --servers 2 --how direct --device cpu --data {ROOT / TEXT}".split()
+    late = r"rank 2 .* waits in wait\(\), reshard.py:(?s:.*)most are at reshard.py:.*; not there: rank 0\n"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    seen, deadline = "", time.monotonic() + 150
+    with ExitStack() as stack:
+        for rank in "012":
+            own = {"RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}"}
+            own |= {"LOCAL_RANK": rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
+            process = subprocess.Popen([sys.executable, *command], env=os.environ | own, stdout=-3, stderr=-3)
+            stack.callback(stack.enter_context(process).kill)
+        while not re.search(late, seen):
+            tool = [sys.executable, ROOT / "tools/where.py"]
+            seen = subprocess.run(tool, capture_output=True, text=True).stdout
+            assert time.monotonic() < deadline, seen

@@ -37,8 +37,8 @@ LESSONS = {  # tokens of the technique
     "checkpointing.py": 1555,
     "zero_r.py": 1645,
     "fusion.py": 1770,
+    "reshard.py": 2630,  # a trainer, a server, and what goes between them
     "resume.py": 1855,
-    "reshard.py": 2800,  # a trainer, a server, and what goes between them
     "survive.py": 2320,  # what may go wrong while something else does: slow steps, saves, newcomers
 }
 LESSON_LINES = 520  # read in ten minutes, a third of it the toy model
