@@ -30,11 +30,6 @@ Launch = namedtuple("Launch", "name group given made peer batch options where")
 Message = namedtuple("Message", "op tensor peer group group_peer", defaults=(None, None, None))
 
 
-def message(op, tensor, peer=None, group=None, group_peer=None):
-    """In place of dist.P2POp. In the group of all ranks, a rank is the same as peer and as group_peer."""
-    return Message(op, tensor, group, peer if group_peer is None else group_peer)
-
-
 class Work:
     """What an asynchronous collective returns. It keeps its tensors until it has been waited for."""
 
@@ -178,7 +173,7 @@ class Rank:
             (dist, "init_process_group"): partial(self.join, dist.init_process_group),
             (dist, "get_backend"): self.backend,
             (dist, "batch_isend_irecv"): self.batch,
-            (dist, "P2POp"): message,
+            (dist, "P2POp"): Message,
             (dist, "all_gather_object"): self.all_gather_object,
             (dist, "gather_object"): lambda own, into, group: self.all_gather_object(into or [], own, group),
             (dist, "broadcast_object_list"): self.broadcast_object_list,

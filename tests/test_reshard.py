@@ -254,8 +254,8 @@ def test_where_names_the_rank_that_alone_leaves_out_a_unit(tmp_path):
     seen, deadline = "", time.monotonic() + 150
     with ExitStack() as stack:
         for rank in "012":
-            own = {"RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}"}
-            own |= {"LOCAL_RANK": rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
+            own = {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+            own |= {"MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
             process = subprocess.Popen([sys.executable, *command], env=os.environ | own, stdout=-3, stderr=-3)
             stack.callback(stack.enter_context(process).kill)
         while not re.search(late, seen):
