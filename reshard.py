@@ -83,6 +83,7 @@ class Resharding:
         self.n_servers = n_servers
         self.n_trainers = dist.get_world_size() - n_servers
         self.is_trainer = self.rank < self.n_trainers
+        self.share = (self.rank, self.n_trainers) if self.is_trainer else (0, 1)  # of the batch
         self.trainers = dist.new_group(range(self.n_trainers))
         self.servers = dist.new_group(range(self.n_trainers, dist.get_world_size())) if n_servers else None
         # All ranks start from rank 0's weights. (With NCCL, messages must not be a group's first operation,
@@ -125,7 +126,8 @@ class Resharding:
             if self.how == "direct":
                 for trainer in range(self.n_trainers):
                     start = trainer * unit.size
-                    messages.append((trainer, receiver, intersections(start, start + unit.size, runs)))
+                    both = intersections(start, start + unit.size, runs)
+                    messages.append((trainer, receiver, both))
             else:
                 sender = 0 if self.how == "rank0" else server % self.n_trainers
                 messages.append((sender, receiver, runs))
@@ -137,11 +139,13 @@ class Resharding:
         received = 0
         for sender, receiver, runs in unit.plan:
             if self.rank == sender:
-                ops.append(dist.P2POp(dist.isend, take(flat, runs, start), receiver))
+                message = take(flat, runs, start)
+                ops.append(dist.P2POp(dist.isend, message, receiver))
             elif self.rank == receiver:
                 # Trainers' intervals ascend, as a slice's numbers do: the next message continues at its end.
                 end = received + sum(last - first for first, last in runs)
-                ops.append(dist.P2POp(dist.irecv, unit.held.data[received:end], sender))
+                message = unit.held.data[received:end]
+                ops.append(dist.P2POp(dist.irecv, message, sender))
                 received = end
         if ops:
             for work in dist.batch_isend_irecv(ops):
@@ -324,7 +328,6 @@ def train(config):
     device, text = set_up(config, f" | servers {config.servers} | how {config.how}", n_trainers)
     model = GPT(config).to(device, DTYPES[config.dtype])
     ranks = Resharding(model, SPLIT, config.servers, config.how)
-    share = (ranks.rank, n_trainers) if ranks.is_trainer else (0, 1)  # of the batch
     if ranks.is_trainer:
         optimizer = OPTIMIZERS[config.optim](ranks.shards, lr=config.lr, fused=True)
     else:
@@ -333,7 +336,7 @@ def train(config):
         started = time.perf_counter()
         # The servers' loss, the trainers' loss, and the gradients' norm: each rank adds to some of them.
         numbers = torch.zeros(3, dtype=torch.float64, device=device)
-        for inputs, targets in microbatches(config, text, step, device, *share):
+        for inputs, targets in microbatches(config, text, step, device, *ranks.share):
             # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
             microloss = mean_loss(ranks.model(inputs), targets) / config.accum
             if ranks.is_trainer:
