@@ -143,7 +143,8 @@ class Resharding:
                 ops.append(dist.P2POp(dist.isend, message, receiver))
             elif self.rank == receiver:
                 # Trainers' intervals ascend, as a slice's numbers do: the next message continues at its end.
-                end = received + sum(last - first for first, last in runs)
+                numel = sum(last - first for first, last in runs)
+                end = received + numel
                 message = unit.held.data[received:end]
                 ops.append(dist.P2POp(dist.irecv, message, sender))
                 received = end
