@@ -76,7 +76,7 @@ class Mesh3D(Peer):
         tp = config.tp or math.gcd(2, size)
         pp = config.pp or math.gcd(2, size // tp)
         self.own = lesson.Mesh(np.arange(size).reshape(pp, size // tp // pp, tp))
-        mesh = init_device_mesh(device.type, self.own.ranks.shape, mesh_dim_names=("pp", "dp", "tp"))
+        mesh = init_device_mesh(device.type, (pp, size // tp // pp, tp), mesh_dim_names=("pp", "dp", "tp"))
         self.model = new_model(lesson, config, device)
         self.stage = lesson.stage_of(self.model, self.own)
         if self.own.is_last:

@@ -86,7 +86,7 @@ zero_bubble        compute  (6R+12Lhs/N)kbs         of the largest stage; nothin
 zero_bubble        idle     (N-1)/(3k)              if F = B = W and k >= 2N-1: all wait for the norm
 pipeline_v         compute  (6R+12Lhs/N)kbs         of the largest pair of stages; nothing hides messages
 pipeline_v         idle     (N-1)/(6k)              if F = B = W and k >= 2N: all wait for the norm
-parallel_3d        compute  (6R+12Lhs/t/p)kbs       of the largest stage
+parallel_3d        compute  (6R+12Lhs/t)kbs         of the largest stage
 parallel_3d        idle     (p-1)/k
 checkpointing      compute  Qkbs                    without --policy full: no matrix product again
 checkpointing      compute  11Qkbs/9      with --policy full: a second forward, less one product a block

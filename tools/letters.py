@@ -70,7 +70,7 @@ def letters_of(lesson, config, ranks, backend):
     positions = config.context * hasattr(lesson, "TensorParallel")  # sequence_parallel.py splits these
     letters["r"] = (6 * config.layers + 2 + positions) * config.width
     if hasattr(config, "tp"):
-        letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
+        letters |= {"t": config.tp, "p": config.pp, "d": config.dp, "L": -(-config.layers // config.pp)}
     if hasattr(config, "experts"):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
         letters["U"] = 8 * config.width**2 + 5 * config.width
