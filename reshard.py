@@ -276,7 +276,7 @@ class Unit(nn.Module):
         if not self.ranks.is_trainer:
             return self.held.data  # a server computes with its slices
         flat = self.held.new_empty(self.size * self.ranks.n_trainers, dtype=self.dtype)
-        own = flat.chunk(self.ranks.n_trainers)[self.ranks.rank]
+        own = flat.data.chunk(self.ranks.n_trainers)[self.ranks.rank]
         own.copy_(self.held.data)
         all_gather(flat, own, group=self.ranks.trainers)
         return flat
