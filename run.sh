@@ -16,7 +16,7 @@ cd "$(dirname "$0")"
 # In reading order.
 LESSONS=(single collectives dp_threads dp_async ddp uneven diloco zero1 zero2 zero3 hsdp muon offload
     tensor_parallel sequence_parallel context_parallel expert_parallel checkpointing zero_r fusion
-    pipeline zero_bubble pipeline_v parallel_3d resume survive)
+    pipeline zero_bubble pipeline_v parallel_3d reshard resume survive)
 
 # Ranks meet on the loopback interface, so that this host's own name need not resolve.
 torchrun="-m torch.distributed.run --local-addr=127.0.0.1 --nproc_per_node"
@@ -57,6 +57,7 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
     parallel_3d) flags+=(--layers 2 --tp 2 --pp 2 --accum 2) ;;
     diloco) flags+=(--inner-steps 2 --steps 4) ;;
     hsdp) flags+=(--shard 2) ;;
+    reshard) flags+=(--how direct) ;;
     sequence_parallel | context_parallel | expert_parallel | muon) flags+=(--layers 2) ;;
     esac
     local command=(tools/ledger.py --film "docs/films/$lesson.json" "$lesson.py" "${flags[@]}" $threads)

@@ -58,12 +58,14 @@ OWN = {
     "fusion": {"--plain": ("attention loss optimizer", "all")},
     "checkpointing": {"--policy": ("none full selective", "offload"), "--every": ("1 2", "0 -1 9 x")},
     "zero_r": {"--policy": ("partitioned offload", "full")},
+    "reshard": {"--servers": ("1 2", "0 -1 5 x"), "--how": ("rank0 units direct", "all")},
     "survive": {"--timeout": ("1 10", "0 nan x"), "--min-workers": ("1 2", NO_INT)},
     "resume": {"--every": ("1 2", NO_INT), "--keep": ("1 2", "0"), "--checkpoint": ("{tmp}/c", "/dev/null")},
 }  # fmt: skip
 BAD_FLAGS = ("--batch 7 --accum 2", "--width 50", "--size huge", "--no-such-flag", "extra")
 AHEAD = ("--prefetch 0", "--prefetch 7", "--no-reshard")
 WAYS = ("--order balanced", "--pack", "--order balanced --pack")
+HOWS = ("--how rank0", "--how direct")
 AS_DDP = "--optim sgd --clip inf"
 EXACT_CHOICE = "--dtype fp64"  # of experts: in fp32 two scores may be equal up to rounding
 BAD_SPLITS = ("--heads 9", "--context 15")
@@ -96,6 +98,7 @@ LESSONS = [
     Lesson("checkpointing", worlds=(1, 2), variants=("--policy none", "--policy selective")),
     Lesson("zero_r", variants=("--policy offload",)),
     Lesson("resume"),
+    Lesson("reshard", bad_flags=("--servers 4", "--heads 9 --servers 2"), flags="--vocab 257", variants=HOWS),
     Lesson("survive", bad_flags=("--kill 1@3", "--join 4", *(f"{flags} --workers 2" for flags in NOBODY))),
 ]
 OWN_RUN = ("expert_parallel", "muon", "uneven")  # which train another model, or otherwise
@@ -240,6 +243,7 @@ def slack(name, weights, size, flags):
     block = sum(tensor.numel() for key, tensor in weights.items() if key.startswith("blocks.0."))
     rest = sum(tensor.numel() for key, tensor in weights.items() if not key.startswith("blocks."))
     flying = (rest + 2 * block) / size if name in ("zero2", "zero3") else 0
+    flying = (rest + block) / (size - size // 2) if name == "reshard" else flying  # half of the ranks serve
     flying = rest + 2 * block if name == "hsdp" else flying  # of one rank's copy with --shard 1
     flying = rest + 2 * block if name == "offload" and "--link" not in flags else flying  # a slow one
     of_norms = 36 * 16 * sum("norm" in key for key in weights)

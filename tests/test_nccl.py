@@ -50,6 +50,7 @@ NAMED = {
     "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
     "offload": {("item", "step()"): 1},
     "resume --checkpoint": {("copy", "train()"): 1},
+    "reshard": {("item", "print_served()"): 1},
 }
 
 
@@ -266,6 +267,7 @@ ORDER = [
     ("pipeline zero_bubble", "self.ahead = 1\n", "self.ahead = 4\n", WAIT),
     ("zero_bubble", "self.world_size, self.groups[op]", f"self.world_size, {OTHER_GROUP}", WAIT),
     ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
+    ("reshard", "enumerate(self.units)", "enumerate(self.units[self.rank == 0 :])", MEET),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
 ]
 test_a_checkpoint_may_be_dropped_and_its_input_changed = holds("zero_r", check_dropped)

@@ -94,6 +94,7 @@ zero_r             compute  11Qkbs/9                a second forward
 zero_r             exposed  4(N-1)A+max(knwbsh,knwbshL-3kY)
 fusion             compute  Qkbs
 resume             compute  Qkbs
+reshard            compute  Qkbs                    of a trainer; servers only run forward
 survive            compute  Qkbs/N                  k microbatches of all members
 """
 

@@ -7,7 +7,8 @@ of a parameter's optimizer state; G so stepped at a time; f units gathered ahead
 over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
 is its mean. H parameters in Muon's matrices, X of them on the rank with most; o bytes of an outer momentum.
-Documents of the rank that has most take D FLOPs, a rank's M in the mean. H are diloco.py's steps from
+Documents of the rank that has most take D FLOPs, a rank's M in the mean. Of N trainers one sends to up to q
+of t servers, which hold D numbers each. H are diloco.py's steps from
 exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
 """
 
@@ -79,6 +80,12 @@ def letters_of(lesson, config, ranks, backend):
         letters["M"] = statistics.mean(map(statistics.mean, config.costs))
     if hasattr(config, "outer_lr"):
         letters |= {"o": letters["m"] * (config.outer_momentum > 0), "H": config.inner_steps}
+    if hasattr(config, "servers"):  # of reshard.py; without any, nothing is sent to one
+        trainers, servers = ranks - config.servers, max(config.servers, 1)
+        letters["r"] += (config.vocab + config.context) * config.width  # the embeddings
+        slices = letters["r"] + (letters["P"] - letters["r"]) / servers
+        letters |= {"N": trainers, "t": servers, "q": -(-servers // trainers)}
+        letters["D"] = slices * (config.servers > 0)
     if hasattr(lesson, "assign_owners"):
         matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
         owned = Counter()

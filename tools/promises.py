@@ -75,7 +75,11 @@ def watched(path, flags):
     ledger.evaluate = lambda formula, values: letters.update(values) or evaluate(formula, values)
     lesson = ledger.load(path)
     config = lesson.parse([*FLAGS, *flags])
+    served = []  # losses of reshard.py's servers, of which step 1's is of weights that all had from the start
+    if hasattr(lesson, "print_served"):
+        lesson.print_served = lambda config, losses: served.append(losses.item() / max(config.servers, 1))
     result = ledger.result_of(lesson, config, *ledger.run(lesson, config))
+    result["served"] = served
     result["hidden"] = Clock.hidden
     result["formulas"] = ledger.read_formulas(lesson, config)
     result["letters"] = letters
@@ -124,6 +128,7 @@ def where_is(path, rank, process, folder):
 def run(path, lesson, size=1, flags=""):
     """What a file did on so many ranks, with its weights; or {"error": why it did not}. Cached by path."""
     flags += " --inner-steps 2 --fragments 2 --steps 5" * (lesson == "diloco")
+    flags += " --how direct" * (lesson == "reshard")
     if lesson in THREADS:
         flags += f" {THREADS[lesson]} {size}"
         size = 1
@@ -179,6 +184,9 @@ def promises(path, lesson):
             losses and f"{losses}; {norms or 'its norms are right'}",
         )
         yield f"{where}: gradient norms are the plain loop's", norms
+        if lesson == "reshard" and size > 1:
+            served = differ("loss", found["served"], expected["losses"])
+            yield f"{where}: the servers' losses are the plain loop's", served
         yield f"{where}: weights are the plain loop's", differ_in(found["weights"], expected["weights"])
     if lesson == "survive":
         yield from survives(path, run(*plain_of(lesson), 1, "--accum 3 --steps 12")["weights"])
