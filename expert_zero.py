@@ -1,51 +1,42 @@
 """ZeRO-3 with experts: dense weights are sharded over all N ranks, experts over the ranks that have the same.
 
 Idea
-    As in expert_parallel.py, every other block has X experts in place of its MLP. An expert group of e ranks
-    (--ep) shares the experts: each rank computes X/e of them, for the tokens of the whole group. As in
-    zero3.py, a rank keeps only shards of its weights, and gathers what it is about to use. So the same ranks
-    have two layouts (arXiv 2504.14960). Here are 8 ranks, e = 4, X = 8, with experts A to H:
+    As in expert_parallel.py, every other block has X experts in place of its MLP. Groups of e ranks (--ep)
+    share them: each rank computes X/e experts, for the tokens of its group. As in zero3.py, a rank keeps a
+    shard of its weights, and gathers what it is about to use. So the same ranks have two layouts (as in MoE
+    Parallel Folding, arXiv 2504.14960). Here are N = 8 ranks, e = 4, and X = 8 experts, A to H:
 
-    rank               0       1       2       3       4       5       6       7
-    dense weights      1/8     1/8     1/8     1/8     1/8     1/8     1/8     1/8
-    experts            1/2 AB  1/2 CD  1/2 EF  1/2 GH  1/2 AB  1/2 CD  1/2 EF  1/2 GH
-    unsharded for use  AB      CD      EF      GH      AB      CD      EF      GH
+    Rank                  0       1       2       3       4       5       6       7
+    its dense weights     1/8     1/8     1/8     1/8     1/8     1/8     1/8     1/8
+    its experts, sharded  1/2 AB  1/2 CD  1/2 EF  1/2 GH  1/2 AB  1/2 CD  1/2 EF  1/2 GH
 
-    Dense weights are gathered among all 8 ranks, AB among the two ranks 0 and 4. Tokens travel among ranks
-    0-3, and among 4-7. --ep 1 is zero3.py with all experts on every rank; --ep N shards no expert.
+    Dense weights are gathered from all 8 ranks, AB from ranks 0 and 4; tokens travel within 0-3 and 4-7.
+    --ep 1 is zero3.py with all experts on each rank; with --ep N experts are not sharded.
 
-Timeline (of a block with experts, forward and backward; "next" is the next block in that direction)
-    compute   | attention, router |                    | experts     |                     | next
+Timeline (of a block with experts, forward; backward is the same, from the other end)
+    computing | attention, router |                    | experts     |                     | next block
     N ranks   |                   |                    | gather next |                     |
     e ranks   |                   | all-to-all: tokens |             | all-to-all: outputs |
     N/e ranks | gather experts    |                    |             |                     |
 
-    compute   |                   | experts     |                       | router, attention      | next
-    N ranks   |                   | gather next |                       |                        | reduce-scatter
-    e ranks   | all-to-all        |             | all-to-all            |                        |
-    N/e ranks | gather experts    |             | reduce-scatter experts                         |
-
-Memory (bytes on each of N ranks; U parameters in an expert, D outside of experts; M mixtures of X experts)
+Memory (bytes on each of N ranks; U parameters in an expert, D outside of experts, of M mixtures)
     parameters    m(D+MXU)/N + w(E+V+XU/e+W)    w = 4 in fp32, 2 in bf16; m = 4
-    gradients     m(D+MXU)/N + w(E+max((1+g)XU/e+V,XU/e+(1+g)W))    g = 1 over gloo, else 0
+    gradients     m(D+MXU)/N + w(E+2(V+XU/e)+max(W,E))
     optimizer     K(D+MXU)/N    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
-    Of D, E are in the root, V in each block with experts, W in each one without. Unsharded at once are the
-    root, a block, its experts, and the next block. g: over gloo, what is reduced has a receive buffer.
+    Of D, E are in the root, V in a block with experts, W in one without. These are unsharded at a time.
 
 Sent (bytes, by each rank in each step of k microbatches, each of b sequences of s tokens on all ranks)
     all-gather        kw(2D-E)(N-1)/N+2kwM(XU/e)(N-e)/N+8kMX(N-1)    dense weights, experts, counts
     reduce-scatter    kwD(N-1)/N+kwM(XU/e)(N-e)/N                    dense gradients, experts'
-    all-to-all        4wkM(tbsh/N)(e-1)/e                            on average; t experts of a token, h width
+    all-to-all        4wkM(tbsh/N)(e-1)/e    on average; t experts of a token, h width
 
 Run
-    torchrun --nproc_per_node=4 expert_zero.py --ep 2
-    torchrun --nproc_per_node=8 expert_zero.py --size gpt2 --experts 64 --dtype bf16 --batch 64
-    To compare runs on different numbers of ranks, use --dtype fp64, as with expert_parallel.py.
+    torchrun --nproc_per_node=4 expert_zero.py --ep 2    (--dtype fp64, to compare worlds of other sizes)
 
 Left out
-    Capacity, grouped products, overlapping all-to-alls with computation. Every rank draws all experts at the
-    start. A frozen parameter is an error, and so is one that is not used. What zero3.py does not notice is
-    not noticed here; so are ranks with other numbers of tokens, and experts that are not in a module Experts.
+    Capacity. Frozen weights and units that return more than a tensor are errors. Not noticed, beside what
+    zero3.py lists: an optimizer that was made before wrapping, which trains nothing; a weight in several
+    units, which is NaN in all but one; ranks that have drawn different weights, of which each keeps its part.
 """
 
 import argparse
@@ -68,8 +59,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class ExpertZeRO:
-    """Shards a module, which is then called as before. Each submodule of unit_class is a unit; the Experts in
-    it are another one, of another group. Without overlap, three lines of zero3.py would change:
+    """Shards a module, which is called as before. Each submodule of unit_class is a unit, and so are the
+    Experts in it, with another group. Without overlap, three lines of zero3.py would change:
 
         all_gather(unit.flat_param, unit.shard, group=unit.group)  # all ranks, or those with these experts
         reduce_scatter(unit.shard.grad, unit.flat_grad, group=unit.group)
@@ -77,29 +68,27 @@ class ExpertZeRO:
 
     The difficulty is the order. If one rank starts an all-gather before an all-to-all, and another one after
     it, each may wait for the other for ever. So no rank lets arriving tokens decide what it does: it gathers
-    the experts when their block begins, before the tokens' all-to-all, and runs them even without tokens.
-
-    ep_group: the ranks that share experts; expert_dp_group: the ranks that have the same experts."""
+    the experts when their block begins, before the tokens' all-to-all, and runs them even without tokens."""
 
     def __init__(self, module: nn.Module, unit_class: type, ep_group, expert_dp_group, device=None):
         self.module = module
-        self.ep_group = ep_group
+        self.ep_group = ep_group  # the ranks that share experts; expert_dp_group: those that have the same
         self.units = []  # in the order in which their forwards begin: the root, a block, its experts ...
         self.reducing = []  # units whose gradients are travelling
-        kinds = (unit_class, Experts)
-        submodules = [module, *(each for each in module.modules() if isinstance(each, kinds))]
         taken = set()
-        for submodule in reversed(submodules):
-            params = [param for param in submodule.parameters() if param not in taken]
-            taken.update(params)
-            unit = Unit(params, expert_dp_group if isinstance(submodule, Experts) else None, device)
-            self.units.insert(0, unit)
-            submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
-            submodule.register_forward_hook(partial(self._post_forward, unit))
+        for submodule in reversed([*module.modules()]):  # experts before their block, the root last
+            if submodule is module or isinstance(submodule, (unit_class, Experts)):
+                params = [param for param in submodule.parameters() if param not in taken]
+                taken.update(params)
+                group = expert_dp_group if isinstance(submodule, Experts) else None  # the world
+                unit = Unit(params, group, device)
+                self.units.insert(0, unit)
+                submodule.register_forward_pre_hook(partial(self._pre_forward, unit))
+                submodule.register_forward_hook(partial(self._post_forward, unit))
         for buffer in module.buffers():
             buffer.data = buffer.data.to(device)
         shards = [unit.shard for unit in self.units]
-        module.parameters = lambda recurse=True: iter(shards)  # for an elementwise optimizer
+        module.parameters = lambda: iter(shards)  # for an elementwise optimizer
 
     def _unshard(self, unit, order):
         # Gather a unit, and the next one in this order, which travels while this one computes.
@@ -109,12 +98,13 @@ class ExpertZeRO:
         unit.wait_for_unshard()
 
     def _pre_forward(self, unit, *_):
-        if unit.in_backward:  # activation checkpointing runs its forward again: it is here
-            return
         if unit is self.units[0]:  # the root: a forward begins
+            if unit.in_backward:
+                raise RuntimeError("a backward failed: build the model and its optimizer anew")
             unit.reshard()  # a forward without a backward has left it, maybe with weights out of date
             self.backward_order = []
-        self._unshard(unit, self.units)
+        if not unit.in_backward:  # else activation checkpointing runs its forward again, and it is here
+            self._unshard(unit, self.units)
 
     def _post_forward(self, unit, submodule, args, output):
         if unit.in_backward:
@@ -122,7 +112,7 @@ class ExpertZeRO:
         # Experts' forward ends before their block's. So backward begins with the block, as forward does, and
         # again all ranks gather the experts before the all-to-all that brings their gradients.
         self.backward_order.insert(0, unit)
-        if unit is not self.units[0] or not torch.is_grad_enabled():
+        if unit is not self.units[0]:
             unit.reshard()
         if torch.is_grad_enabled():
             output.register_hook(partial(self._pre_backward, unit))
@@ -136,8 +126,7 @@ class ExpertZeRO:
 
     def _reduce(self):
         # Backward has reached another unit, so it is done with those that have all their gradients: a block
-        # and its experts. Their gradients travel while the next block computes its own. Then those of the
-        # block before must have arrived, so that no more than two blocks' gradients are here.
+        # and its experts. These travel during the next block, and arrive before that block's start.
         ready = [unit for unit in self.units if all(param.grad is not None for param in unit.params)]
         while ready and self.reducing:
             self.reducing.pop().finish_reduce_scatter()
@@ -165,26 +154,25 @@ class ExpertZeRO:
 
     def full_state_dict(self):
         """On rank 0 the state_dict of the module with all experts, on the CPU; else {}. All ranks call it."""
-        weights = {name: buffer.cpu() for name, buffer in self.module.named_buffers()}
+        weights = {}
         for unit in self.units:
             unit.reshard()
             self._unshard(unit, [unit])
-            own = {}
+            own = dict(self.module.named_buffers())
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if param in set(unit.params):
-                    own[name] = param.detach().to("cpu", copy=True)
-            unit.reshard()
+                    own[name] = param.detach().cpu()
             everyone = [None] * dist.get_world_size(self.ep_group)  # who have other experts
             dist.all_gather_object(everyone, own, self.ep_group)
+            unit.reshard()
             for own in everyone:
                 weights |= own if dist.get_rank() == 0 else {}
-        return weights if dist.get_rank() == 0 else {}
+        return weights
 
 
 class Unit:
-    """Parameters that a group of ranks gathers and reduces together: views of flat_param, which has memory
-    only while the unit is unsharded. shard, which the optimizer updates, is a copy of this rank's part of
-    flat_param (in bf16 an fp32 copy)."""
+    """Parameters that a group gathers and reduces together: views of flat_param, which has memory only while
+    they are unsharded. shard is this rank's part, which the optimizer updates (in bf16 an fp32 copy)."""
 
     def __init__(self, params, group, device):
         self.params = params
@@ -192,17 +180,16 @@ class Unit:
         self.n_shards = dist.get_world_size(group)
         flat = torch.cat([param.detach().flatten() for param in params]).to(device)
         self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to equal parts
-        dist.broadcast(self.flat_param, group_src=0, group=group)
         self.own_param = self.flat_param.chunk(self.n_shards)[dist.get_rank(group)]
         shard_dtype = torch.promote_types(flat.dtype, torch.float32)
-        self.shard = nn.Parameter(self.own_param.to(shard_dtype, copy=True))
+        own = self.own_param.to(shard_dtype, copy=True)
+        self.shard = nn.Parameter(own)
         self.nan = flat.new_tensor(torch.nan)
         self.gather_work = None
         self.reshard()
 
     def unshard(self):
-        """Start to all-gather the weights, unless they are here or on their way."""
-        if self.flat_param.untyped_storage().nbytes() == 0:
+        if self.flat_param.untyped_storage().nbytes() == 0:  # else it is here, or on its way
             self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
             self.own_param.copy_(self.shard.data)
             self.gather_work = all_gather(self.flat_param, self.own_param, group=self.group, async_op=True)
@@ -248,24 +235,22 @@ class Unit:
 
 
 class MoE(nn.Module):
-    """expert_parallel.py's mixture, of which each rank of ep_group has its share. x (..., h) -> (..., h).
-
-    load (X,) is how many tokens of all ranks have chosen each expert since it was last set to 0.
-    balance_loss has a mean over ranks of 1 if experts are equally busy. bias (X,) changes the choice."""
+    """The mixture of expert_parallel.py. load (X,): how many tokens chose each expert since it was 0."""
 
     def __init__(self, width, experts, top_k, ep_group=None):
         super().__init__()
         self.top_k = top_k
+        self.load = 0
         self.router = nn.Linear(width, experts, bias=False)
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))
         self.experts = Experts()
         self.experts.group = ep_group
-        self.load = 0
         for i in range(experts):
             # Every rank draws the weights of all, so that they do not depend on the world size.
-            mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            up = nn.Linear(width, 4 * width)
+            down = nn.Linear(4 * width, width)
             if i * dist.get_world_size(ep_group) // experts == dist.get_rank(ep_group):
-                self.experts[str(i)] = mlp
+                self.experts[str(i)] = nn.Sequential(up, nn.GELU(), down)
 
     def forward(self, x):
         tokens = x.flatten(0, -2)  # (bs/N, h)
@@ -277,17 +262,17 @@ class MoE(nn.Module):
         counts = self.all_gather_counts(chosen.flatten())
         share = counts.sum(0).to(probs) / counts.sum()
         self.balance_loss = share @ probs.mean(0) * len(share)
-
         choices = chosen.flatten().argsort(stable=True)  # by expert; choice j of token i is i * t + j
         token_ids = choices // self.top_k
         outputs = self.experts(tokens[token_ids], counts)
-        outputs = outputs * gates.flatten().to(x.dtype)[choices, None]
-        return torch.zeros_like(tokens).index_add_(0, token_ids, outputs).view_as(x)
+        gates = gates.flatten().to(x.dtype)
+        outputs = outputs * gates[choices, None]
+        mixed = torch.zeros_like(tokens).index_add_(0, token_ids, outputs)
+        return mixed.view_as(x)
 
     def all_gather_counts(self, chosen):
         """How many tokens of each rank chose each expert: (N, X), on the host, which waits for it."""
-        own_counts = chosen.new_zeros(self.router.out_features)
-        own_counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # for bincount() the host would wait
+        own_counts = F.one_hot(chosen, len(self.bias)).sum(0)
         counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
         dist.all_gather(list(counts), own_counts)
         self.load += counts.sum(0)
@@ -295,10 +280,10 @@ class MoE(nn.Module):
 
 
 class Experts(nn.ModuleDict):
-    """The experts of this rank of a group, {name: MLP}: a module of its own, so that it can be a unit."""
+    """This rank's experts, {name: MLP}. Sends rows, ordered by expert, to the ranks of their experts, runs
+    its own experts, and returns the rows' outputs."""
 
     def forward(self, rows, counts):
-        """Send rows, ordered by expert, to their experts' ranks, run the experts, and get outputs back."""
         ranks = dist.get_process_group_ranks(self.group)
         counts = counts[ranks].unflatten(1, (len(ranks), -1))  # (from rank, to rank, expert there)
         group_rank = dist.get_rank(self.group)
@@ -330,13 +315,13 @@ class AllToAll(torch.autograd.Function):
 
 
 def replace_mlps(model, config, ep_group):
-    """Replace the MLP of every other block by a mixture. Returns the mixtures."""
-    for block in model.blocks[::2]:
+    blocks = model.blocks[::2]  # every other one gets a mixture
+    for block in blocks:
         del block.up, block.down
         block.up = block.down = torch.zeros_like  # an MLP that adds nothing
         block.moe = MoE(config.width, config.experts, config.top_k, ep_group)
         block.register_forward_hook(lambda block, _, x: x + block.moe(block.norm2(x)))  # x: its output
-    return [block.moe for block in model.blocks[::2]]
+    return [block.moe for block in blocks]
 
 
 def train(config):
@@ -348,6 +333,7 @@ def train(config):
         param.data = param.data.to(DTYPES[config.dtype])  # but not buffers: biases move by small steps
     zero = ExpertZeRO(model, Block, ep_group, expert_dp_group, device)
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    use_bias = config.balance == "bias"
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
@@ -355,12 +341,12 @@ def train(config):
             inputs, targets = (part.chunk(world_size)[rank] for part in batch)
             microloss = mean_loss(model(inputs), targets) / config.accum
             balance_loss = sum(moe.balance_loss for moe in mixtures) / config.accum
-            (microloss + config.loss_weight * balance_loss).backward()
+            (microloss + (0 if use_bias else config.balance) * balance_loss).backward()
             loss += microloss.detach()
         grad_norm = zero.clip_grad_norm_(config.clip)
         optimizer.step()
         for moe in mixtures:
-            moe.bias += config.bias_rate * (moe.load.double().mean() - moe.load).sign()
+            moe.bias += 0.005 * use_bias * (moe.load.double().mean() - moe.load).sign()
             moe.load = 0
         model.zero_grad()
         dist.all_reduce(loss)
@@ -370,12 +356,9 @@ def train(config):
 
 
 def set_up_groups(config):
-    """Check the flags and join. Returns device, text, the ranks that share experts, and those with ours."""
     world_size = int(os.getenv("WORLD_SIZE") or 1)
     largest_ep = math.gcd(world_size, config.experts)
-    config.ep = config.ep or largest_ep
-    config.bias_rate = 0.005 if config.balance == "bias" else 0  # the paper's 0.001 is for longer runs
-    config.loss_weight = 0 if config.bias_rate else config.balance
+    config.ep = config.ep or math.gcd(largest_ep, 2)
     if largest_ep % config.ep or config.top_k > config.experts:
         refuse(f"--ep {config.ep} --top-k {config.top_k}: not on {world_size} ranks with these --experts")
     device, text = set_up(config, f" | {config.experts} experts, top {config.top_k} | ep {config.ep}")
@@ -385,16 +368,17 @@ def set_up_groups(config):
     return device, text, ep_group, expert_dp_group
 
 
-def bias_or_weight(text):
-    return text if text == "bias" else float(text)
-
-
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--experts", type=int, default=8, help="in every other block")
     own.add_argument("--top-k", type=int, default=2, help="experts of a token")
-    own.add_argument("--ep", type=int, help="ranks that share the experts (default: as many as possible)")
-    own.add_argument("--balance", type=bias_or_weight, default=0.01, help="weight of the loss, or bias")
+    own.add_argument("--ep", type=int, help="ranks that share the experts (default: 2, if possible)")
+    own.add_argument(
+        "--balance",
+        type=lambda text: text if text == "bias" else float(text),
+        default=0.01,
+        help="weight of the load-balance loss, or bias",
+    )
     return read_flags(arguments, own, balance=(0, 1e9))
 
 

@@ -15,7 +15,7 @@ cd "$(dirname "$0")"
 
 # In reading order.
 LESSONS=(single collectives dp_threads dp_async ddp uneven diloco zero1 zero2 zero3 hsdp muon offload
-    tensor_parallel sequence_parallel context_parallel expert_parallel checkpointing zero_r fusion
+    tensor_parallel sequence_parallel context_parallel expert_parallel expert_zero checkpointing zero_r fusion
     pipeline zero_bubble pipeline_v parallel_3d resume survive)
 
 # Ranks meet on the loopback interface, so that this host's own name need not resolve.

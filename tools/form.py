@@ -30,6 +30,7 @@ LESSONS = {  # tokens of the technique
     "sequence_parallel.py": 2165,
     "context_parallel.py": 2300,
     "expert_parallel.py": 2150,
+    "expert_zero.py": 2860,  # zero3.py and expert_parallel.py in one
     "pipeline.py": 2510,  # four schedules, and a guard for each way to hang
     "zero_bubble.py": 2600,
     "pipeline_v.py": 2800,

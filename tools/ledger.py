@@ -14,8 +14,9 @@ Activations are what else the step made, in floating point, and holds when a bac
 sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S(N-1)/N in an all-reduce,
 S(N-1)/N in a reduce-scatter, all-gather or all-to-all, and in the mean in a broadcast or reduce, in which one
 rank sends nothing on; S in a send; none for a single number. An all-to-all that does the work of a
-reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
-"host" and "upload", between a device and its host, whose memory is what these make.
+reduce-scatter is listed as one: all over gloo, and those of equal parts of a docstring that has both. "down"
+and "up" are copies by the threads "host" and "upload", between a device and its host, whose memory is what
+these make.
 
 ms: what a step takes, from the third on, without the watching (not with --trace): see tools/clock.py; the
 machine's constants are kept in --machine F, by default a file in runs/.
@@ -54,6 +55,7 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 def run(lesson, config, trace=None, watch=None):
     """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
     watch = watch or Watch()
+    watch.reduces = {"reduce-scatter", "all-to-all"} <= read_formulas(lesson, config).keys()
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     loader = "load_microbatches" if hasattr(lesson, "deal") else "microbatches"  # of uneven.py, of all others
     microbatches, print_step = getattr(lesson, loader), lesson.print_step
