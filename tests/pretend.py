@@ -213,7 +213,7 @@ class Gpu(TorchDispatchMode, Rank):
         lesson = super().load_lesson()
         if hasattr(lesson, "MoE"):
             lesson.MoE.all_gather_counts = partialmethod(even_counts, lesson.MoE.all_gather_counts)
-        if {"Offload", "ZeRO3", "HSDP"} & vars(lesson).keys():  # param.data moves from the host to a GPU
+        if {"Offload", "ZeRO3", "HSDP", "ExpertZeRO"} & vars(lesson).keys():  # param.data moves from the host to a GPU
             lesson.GPT.__init__ = device_decorator(torch.device("pretend:0"), lesson.GPT.__init__)
         return lesson
 

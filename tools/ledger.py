@@ -36,6 +36,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
+from functools import partialmethod
 from pathlib import Path
 from unittest import mock
 
@@ -44,7 +45,7 @@ import torch.distributed as dist
 from clock import Clock
 from film import Film, write
 from letters import evaluate, letters_of, parameters_of_stage, read_formulas
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from watch import Watch
@@ -180,8 +181,31 @@ def simulate(lesson, config, ranks, rank, backend="nccl"):
             (torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data)),  # in Module.to()
         ):
             stack.enter_context(mock.patch.object(where, name, instead))
+        if hasattr(lesson, "MoE"):
+            even = partialmethod(even_counts, lesson.MoE.all_gather_counts)
+            stack.enter_context(mock.patch.object(lesson.MoE, "all_gather_counts", even))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return result_of(lesson, config, *run(lesson, config))
+
+
+class HostTensor(torch.Tensor):
+    """A tensor with data, also in a simulation. What is computed of it alone has data, too."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        for fake in args:
+            if isinstance(fake, FakeTensor):
+                fakes = (fake.new_empty(each.shape) if isinstance(each, cls) else each for each in args)
+                return function(*fakes, **(kwargs or {}))
+        with unset_fake_temporarily():
+            return super().__torch_function__(function, types, args, kwargs)
+
+
+def even_counts(moe, all_gather_counts, chosen):
+    """MoE.all_gather_counts() as if all experts were equally busy; the host needs the numbers."""
+    shape = all_gather_counts(moe, chosen).shape
+    with unset_fake_temporarily():
+        return torch.full(shape, chosen.numel() // shape[1]).as_subclass(HostTensor)
 
 
 def refuse(problem):
@@ -238,7 +262,7 @@ def main():
     for problem in find_problems(given):
         refuse(problem)
     lesson = load(given.lesson)
-    if given.ranks and {"MoE", "Offload", "ShardedOptimizer", "deal"} & vars(lesson).keys():
+    if given.ranks and {"Offload", "ShardedOptimizer", "deal"} & vars(lesson).keys():
         refuse(f"--ranks {given.ranks}: {given.lesson} needs values, or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])
