@@ -10,20 +10,21 @@ Idea
     its dense weights     1/8     1/8     1/8     1/8     1/8     1/8     1/8     1/8
     its experts, sharded  1/2 AB  1/2 CD  1/2 EF  1/2 GH  1/2 AB  1/2 CD  1/2 EF  1/2 GH
 
-    Dense weights are gathered from all 8 ranks, AB from ranks 0 and 4; tokens travel within 0-3 and 4-7.
+    Dense weights are gathered from all 8 ranks, AB from ranks 0 and 4. Tokens travel within 0-3, and 4-7.
     --ep 1 is zero3.py with all experts on each rank; with --ep N experts are not sharded.
 
 Timeline (of a block with experts, forward; backward is the same, from the other end)
-    computing | attention, router |                    | experts     |                     | next block
-    N ranks   |                   |                    | gather next |                     |
-    e ranks   |                   | all-to-all: tokens |             | all-to-all: outputs |
-    N/e ranks | gather experts    |                    |             |                     |
+    computing | attention, router |                    | experts |                     | next block
+    N ranks   |                   | gather next block                                      |
+    e ranks   |                   | all-to-all: tokens |         | all-to-all: outputs |
+    N/e ranks | gather experts    |                    |         |                     |
 
 Memory (bytes on each of N ranks; U parameters in an expert, D outside of experts, of M mixtures)
     parameters    m(D+MXU)/N + w(E+V+XU/e+W)    w = 4 in fp32, 2 in bf16; m = 4
     gradients     m(D+MXU)/N + w(E+2(V+XU/e)+max(W,E))
     optimizer     K(D+MXU)/N    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
-    Of D, E are in the root, V in a block with experts, W in one without. These are unsharded at a time.
+    Of D, E are in the root, V in a block with experts, W in one without. At a time, the root, a block, its
+    experts and the next block are unsharded. Gradients on their way are here twice: sent, and received.
 
 Sent (bytes, by each rank in each step of k microbatches, each of b sequences of s tokens on all ranks)
     all-gather        kw(2D-E)(N-1)/N+2kwM(XU/e)(N-e)/N+8kMX(N-1)    dense weights, experts, counts
@@ -34,9 +35,9 @@ Run
     torchrun --nproc_per_node=4 expert_zero.py --ep 2    (--dtype fp64, to compare worlds of other sizes)
 
 Left out
-    Capacity. Frozen weights and units that return more than a tensor are errors. Not noticed, beside what
-    zero3.py lists: an optimizer that was made before wrapping, which trains nothing; a weight in several
-    units, which is NaN in all but one; ranks that have drawn different weights, of which each keeps its part.
+    An expert's capacity. Errors: frozen weights, a root without weights, a unit that returns a tuple. Not
+    noticed, beside what zero3.py lists: an optimizer that was made before wrapping, which trains nothing; a
+    weight of several units, which is NaN in all but one; different first weights, of which a shard is kept.
 """
 
 import argparse
@@ -101,7 +102,8 @@ class ExpertZeRO:
         if unit is self.units[0]:  # the root: a forward begins
             if unit.in_backward:
                 raise RuntimeError("a backward failed: build the model and its optimizer anew")
-            unit.reshard()  # a forward without a backward has left it, maybe with weights out of date
+            for each in self.units:  # left by a forward without a backward, maybe with weights out of date
+                each.reshard()
             self.backward_order = []
         if not unit.in_backward:  # else activation checkpointing runs its forward again, and it is here
             self._unshard(unit, self.units)
@@ -234,13 +236,11 @@ class Unit:
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
 
 
-class MoE(nn.Module):
-    """The mixture of expert_parallel.py. load (X,): how many tokens chose each expert since it was 0."""
-
+class MoE(nn.Module):  # the mixture of expert_parallel.py
     def __init__(self, width, experts, top_k, ep_group=None):
         super().__init__()
         self.top_k = top_k
-        self.load = 0
+        self.load = 0  # (X,): how many tokens of all ranks chose each expert, since train() set it to 0
         self.router = nn.Linear(width, experts, bias=False)
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))
         self.experts = Experts()
