@@ -111,8 +111,7 @@ class ExpertZeRO:
     def _post_forward(self, unit, submodule, args, output):
         if unit.in_backward:
             return
-        # Experts' forward ends before their block's. So backward begins with the block, as forward does, and
-        # again all ranks gather the experts before the all-to-all that brings their gradients.
+        # Experts end before their block, so backward begins with the block: it, too, gathers experts in time.
         self.backward_order.insert(0, unit)
         if unit is not self.units[0]:
             unit.reshard()
@@ -260,8 +259,7 @@ class MoE(nn.Module):  # the mixture of expert_parallel.py
         if self.top_k > 1:  # a lone gate must stay the probability, or the router gets no gradient
             gates = gates / gates.sum(-1, keepdim=True)
         counts = self.all_gather_counts(chosen.flatten())
-        share = counts.sum(0).to(probs) / counts.sum()
-        self.balance_loss = share @ probs.mean(0) * len(share)
+        self.balance_loss = self.share @ probs.mean(0) * len(self.share)
         choices = chosen.flatten().argsort(stable=True)  # by expert; choice j of token i is i * t + j
         token_ids = choices // self.top_k
         outputs = self.experts(tokens[token_ids], counts)
@@ -275,7 +273,9 @@ class MoE(nn.Module):  # the mixture of expert_parallel.py
         own_counts = F.one_hot(chosen, len(self.bias)).sum(0)
         counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
         dist.all_gather(list(counts), own_counts)
-        self.load += counts.sum(0)
+        load = counts.sum(0)
+        self.load += load
+        self.share = load.double() / load.sum()  # of this microbatch
         return counts.cpu()
 
 
@@ -347,7 +347,7 @@ def train(config):
         optimizer.step()
         for moe in mixtures:
             moe.bias += 0.005 * use_bias * (moe.load.double().mean() - moe.load).sign()
-            moe.load = 0
+            moe.load = moe.balance_loss = 0  # else the loss's graph, whose hooks have units, is never freed
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)

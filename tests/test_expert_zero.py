@@ -320,7 +320,7 @@ MUTANTS = [
     ("        if not unit.in_backward:  # else", "        if True:  # else", check_recompute, "all-gathers"),
     ("torch.zeros_like(self.flat_param)  # zeros", "torch.ones_like(self.flat_param)  # zeros",
      check_module, "weights differ"),
-    ("self.load += counts.sum(0)", "self.load = counts.sum(0)", biased, "differ"),
+    ("self.load += load", "self.load = load", biased, "differ"),
     ("torch.zeros(experts, dtype=torch.float64)", "torch.zeros(experts, dtype=torch.bfloat16)",
      biased, "differ"),
     ("if dist.get_rank() == 0 else {}", "", check_module, "a rank other than 0 has weights"),
