@@ -1,17 +1,17 @@
-"""ZeRO-3 with experts: dense weights are sharded over all N ranks, experts over the ranks that have the same.
+"""ZeRO-3 with experts: dense weights are sharded over all ranks, experts over the ranks that have the same.
 
 Idea
-    As in expert_parallel.py, every other block has X experts in place of its MLP. Groups of e ranks (--ep)
-    share them: each rank computes X/e experts, for the tokens of its group. As in zero3.py, a rank keeps a
-    shard of its weights, and gathers what it is about to use. So the same ranks have two layouts (as in MoE
-    Parallel Folding, arXiv 2504.14960). Here are N = 8 ranks, e = 4, and X = 8 experts, A to H:
+    As in expert_parallel.py, every other block has X experts in place of its MLP, and a group of e ranks
+    (--ep) shares them: each rank computes X/e of them, for the tokens of its group. As in zero3.py, a rank
+    keeps a shard of its weights, and gathers what it is about to use. So the same ranks have two layouts (as
+    in MoE Parallel Folding, arXiv 2504.14960). With N = 8 ranks, e = 4, and X = 8 experts, A to H:
 
     Rank                  0       1       2       3       4       5       6       7
     its dense weights     1/8     1/8     1/8     1/8     1/8     1/8     1/8     1/8
     its experts, sharded  1/2 AB  1/2 CD  1/2 EF  1/2 GH  1/2 AB  1/2 CD  1/2 EF  1/2 GH
 
-    Dense weights are gathered from all 8 ranks, AB from ranks 0 and 4. Tokens travel within 0-3, and 4-7.
-    --ep 1 is zero3.py with all experts on each rank; with --ep N experts are not sharded.
+    Dense weights, all but experts', are gathered from all 8 ranks, AB from ranks 0 and 4. Tokens travel
+    within ranks 0-3, and within 4-7. With --ep 1 each rank has all experts; with --ep N none is sharded.
 
 Timeline (of a block with experts, forward; backward is the same, from the other end)
     computing | attention, router |                    | experts |                     | next block
@@ -35,9 +35,9 @@ Run
     torchrun --nproc_per_node=4 expert_zero.py --ep 2    (--dtype fp64, to compare worlds of other sizes)
 
 Left out
-    An expert's capacity. Errors: frozen weights, a root without weights, a unit that returns a tuple. Not
-    noticed, beside what zero3.py lists: an optimizer that was made before wrapping, which trains nothing; a
-    weight of several units, which is NaN in all but one; different first weights, of which a shard is kept.
+    An expert's capacity. Building a model that no device holds unsharded. Not noticed, beside what zero3.py
+    lists: a weight in several units, which is NaN in all but one; first weights that differ between ranks.
+    Errors: frozen weights; a root without weights of its own; a unit that returns a tuple.
 """
 
 import argparse
@@ -67,34 +67,35 @@ class ExpertZeRO:
         reduce_scatter(unit.shard.grad, unit.flat_grad, group=unit.group)
         unit.shard.grad /= world_size  # whatever the group
 
-    The difficulty is the order. If one rank starts an all-gather before an all-to-all, and another one after
-    it, each may wait for the other for ever. So no rank lets arriving tokens decide what it does: it gathers
-    the experts when their block begins, before the tokens' all-to-all, and runs them even without tokens."""
+    The difficulty is the order. If a rank starts an all-gather before an all-to-all, and another one after,
+    each may wait for the other for ever. So no rank lets tokens decide what it does: it gathers experts when
+    their block begins, before the all-to-all, and runs them even without tokens."""
 
-    def __init__(self, module: nn.Module, unit_class: type, ep_group, expert_dp_group, device=None):
+    def __init__(self, module: nn.Module, unit_class: type, ep_group, expert_dp_group):
         self.module = module
         self.ep_group = ep_group  # the ranks that share experts; expert_dp_group: those that have the same
         self.units = []  # in the order in which their forwards begin: the root, a block, its experts ...
         self.reducing = []  # units whose gradients are travelling
+        self.has_optimizer = False  # until somebody asks for parameters()
         taken = set()
         for submodule in reversed([*module.modules()]):  # experts before their block, the root last
             if submodule is module or isinstance(submodule, (unit_class, Experts)):
                 params = [param for param in submodule.parameters() if param not in taken]
                 taken.update(params)
                 group = expert_dp_group if isinstance(submodule, Experts) else None  # the world
-                unit = Unit(params, group, device)
+                unit = Unit(params, group)
                 self.units.insert(0, unit)
                 submodule.register_forward_pre_hook(partial(self._pre_forward, unit))
                 submodule.register_forward_hook(partial(self._post_forward, unit))
-        for buffer in module.buffers():
-            buffer.data = buffer.data.to(device)
-        shards = [unit.shard for unit in self.units]
-        module.parameters = lambda: iter(shards)  # for an elementwise optimizer
+        module.parameters = self.parameters
+
+    def parameters(self):  # this rank's shards, for an elementwise optimizer
+        self.has_optimizer = True
+        return iter([unit.shard for unit in self.units])
 
     def _unshard(self, unit, order):
-        # Gather a unit, and the next one in this order, which travels while this one computes.
         i = order.index(unit)
-        for each in order[i : i + 2]:
+        for each in order[i : i + 2]:  # the next one travels while this one computes
             each.unshard()
         unit.wait_for_unshard()
 
@@ -134,7 +135,7 @@ class ExpertZeRO:
         for unit in ready:
             unit.reshard()
             unit.start_reduce_scatter()
-            self.reducing.append(unit)
+        self.reducing += ready
 
     def _end_backward(self):
         self._reduce()
@@ -142,6 +143,8 @@ class ExpertZeRO:
             self.reducing.pop().finish_reduce_scatter()
         if any(unit.in_backward for unit in self.units):
             raise RuntimeError("a parameter has no gradient: each step must use all of them")
+        if not self.has_optimizer:
+            raise RuntimeError("make the optimizer after wrapping, of the module's parameters()")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
@@ -158,11 +161,12 @@ class ExpertZeRO:
         weights = {}
         for unit in self.units:
             unit.reshard()
-            self._unshard(unit, [unit])
-            own = dict(self.module.named_buffers())
-            for name, param in self.module.named_parameters(remove_duplicate=False):
-                if param in set(unit.params):
-                    own[name] = param.detach().cpu()
+            unit.unshard()
+            unit.wait_for_unshard()
+            own = {}
+            for name, tensor in self.module.state_dict(keep_vars=True).items():
+                if tensor in {*unit.params, *self.module.buffers()}:
+                    own[name] = tensor.detach().cpu()
             everyone = [None] * dist.get_world_size(self.ep_group)  # who have other experts
             dist.all_gather_object(everyone, own, self.ep_group)
             unit.reshard()
@@ -175,23 +179,24 @@ class Unit:
     """Parameters that a group gathers and reduces together: views of flat_param, which has memory only while
     they are unsharded. shard is this rank's part, which the optimizer updates (in bf16 an fp32 copy)."""
 
-    def __init__(self, params, group, device):
+    def __init__(self, params, group):
         self.params = params
         self.group = group
         self.n_shards = dist.get_world_size(group)
-        flat = torch.cat([param.detach().flatten() for param in params]).to(device)
+        flat = torch.cat([param.detach().flatten() for param in params])
         self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to equal parts
         self.own_param = self.flat_param.chunk(self.n_shards)[dist.get_rank(group)]
         shard_dtype = torch.promote_types(flat.dtype, torch.float32)
-        own = self.own_param.to(shard_dtype, copy=True)
-        self.shard = nn.Parameter(own)
+        shard = self.own_param.to(shard_dtype, copy=True)
+        self.shard = nn.Parameter(shard)
         self.nan = flat.new_tensor(torch.nan)
         self.gather_work = None
         self.reshard()
 
     def unshard(self):
-        if self.flat_param.untyped_storage().nbytes() == 0:  # else it is here, or on its way
-            self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
+        storage = self.flat_param.untyped_storage()
+        if storage.nbytes() == 0:  # else it is here, or on its way
+            storage.resize_(self.flat_param.nbytes)
             self.own_param.copy_(self.shard.data)
             self.gather_work = all_gather(self.flat_param, self.own_param, group=self.group, async_op=True)
 
@@ -235,67 +240,63 @@ class Unit:
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
 
 
-class MoE(nn.Module):  # the mixture of expert_parallel.py
-    def __init__(self, width, experts, top_k, ep_group=None):
+class MoE(nn.Module):  # expert_parallel.py's, without a capacity
+    def __init__(self, width, hidden, experts, top_k, group=None):
         super().__init__()
         self.top_k = top_k
-        self.load = 0  # (X,): how many tokens of all ranks chose each expert, since train() set it to 0
         self.router = nn.Linear(width, experts, bias=False)
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))
-        self.experts = Experts()
-        self.experts.group = ep_group
+        self.experts = Experts()  # this rank's
+        self.experts.group = group
         for i in range(experts):
             # Every rank draws the weights of all, so that they do not depend on the world size.
-            up = nn.Linear(width, 4 * width)
-            down = nn.Linear(4 * width, width)
-            if i * dist.get_world_size(ep_group) // experts == dist.get_rank(ep_group):
+            up = nn.Linear(width, hidden)
+            down = nn.Linear(hidden, width)
+            if i * dist.get_world_size(group) // experts == dist.get_rank(group):
                 self.experts[str(i)] = nn.Sequential(up, nn.GELU(), down)
 
     def forward(self, x):
         tokens = x.flatten(0, -2)  # (bs/N, h)
-        probs = self.router(tokens).softmax(-1, dtype=torch.float64)  # (bs/N, X)
+        probs = self.router(tokens).softmax(-1, dtype=self.bias.dtype)  # (bs/N, X)
         _, chosen = (probs + self.bias).topk(self.top_k)  # (bs/N, t)
         gates = probs.gather(-1, chosen)  # without the bias
         if self.top_k > 1:  # a lone gate must stay the probability, or the router gets no gradient
             gates = gates / gates.sum(-1, keepdim=True)
-        counts = self.all_gather_counts(chosen.flatten())
-        self.balance_loss = self.share @ probs.mean(0) * len(self.share)
-        choices = chosen.flatten().argsort(stable=True)  # by expert; choice j of token i is i * t + j
+        chosen = chosen.flatten()  # choice j of token i is at i * t + j
+        self.load, counts = self.all_gather_counts(chosen)
+        share = self.load.to(probs) / counts.sum()
+        self.balance_loss = share @ probs.mean(0) * len(share)
+        choices = chosen.argsort(stable=True)  # by expert
         token_ids = choices // self.top_k
         outputs = self.experts(tokens[token_ids], counts)
-        gates = gates.flatten().to(x.dtype)
-        outputs = outputs * gates[choices, None]
+        outputs = outputs * gates.flatten()[choices, None].to(x.dtype)
         mixed = torch.zeros_like(tokens).index_add_(0, token_ids, outputs)
         return mixed.view_as(x)
 
     def all_gather_counts(self, chosen):
-        """How many tokens of each rank chose each expert: (N, X), on the host, which waits for it."""
-        own_counts = F.one_hot(chosen, len(self.bias)).sum(0)
+        """How many tokens chose each expert (X,), and of each rank (N, X). For the latter the host waits."""
+        own_counts = F.one_hot(chosen, self.router.out_features).sum(0)
         counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
         dist.all_gather(list(counts), own_counts)
-        load = counts.sum(0)
-        self.load += load
-        self.share = load.double() / load.sum()  # of this microbatch
-        return counts.cpu()
+        return counts.sum(0), counts.cpu()
 
 
 class Experts(nn.ModuleDict):
-    """This rank's experts, {name: MLP}. Sends rows, ordered by expert, to the ranks of their experts, runs
-    its own experts, and returns the rows' outputs."""
+    """This rank's. Send rows (ordered by expert) to their experts' ranks, run own experts, return outputs."""
 
     def forward(self, rows, counts):
         ranks = dist.get_process_group_ranks(self.group)
-        counts = counts[ranks].unflatten(1, (len(ranks), -1))  # (from rank, to rank, expert there)
         group_rank = dist.get_rank(self.group)
+        counts = counts[ranks].unflatten(1, (len(ranks), -1))  # (from rank, to rank, its expert)
         sent = counts[group_rank].sum(1).tolist()
-        counts = counts[:, group_rank]  # (from rank, this rank's expert)
-        received = counts.sum(1).tolist()
+        arriving = counts[:, group_rank]  # (from rank, this rank's expert)
+        received = arriving.sum(1).tolist()
         rows = AllToAll.apply(rows, sent, received, self.group)  # by rank that they come from, then by expert
-        pieces = list(rows.split(counts.flatten().tolist()))
+        pieces = list(rows.split(arriving.flatten().tolist()))
         for i, expert in enumerate(self.values()):
             own = slice(i, None, len(self))  # of the pieces: one from each rank
-            output = expert(torch.cat(pieces[own]))  # also if it is empty: then gradients are zeros
-            pieces[own] = output.split(counts[:, i].tolist())
+            output = expert(torch.cat(pieces[own]))  # run even if empty: .grad must not be None
+            pieces[own] = output.split(arriving[:, i].tolist())
         return AllToAll.apply(torch.cat(pieces), received, sent, self.group)
 
 
@@ -314,43 +315,43 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad.contiguous(), *ctx.back), None, None, None
 
 
-def replace_mlps(model, config, ep_group):
-    blocks = model.blocks[::2]  # every other one gets a mixture
-    for block in blocks:
+def replace_mlps(model, config, group):
+    for block in model.blocks[::2]:
+        hidden, width = block.up.weight.shape
+        block.moe = MoE(width, hidden, config.experts, config.top_k, group)
         del block.up, block.down
         block.up = block.down = torch.zeros_like  # an MLP that adds nothing
-        block.moe = MoE(config.width, config.experts, config.top_k, ep_group)
-        block.register_forward_hook(lambda block, _, x: x + block.moe(block.norm2(x)))  # x: its output
-    return [block.moe for block in blocks]
+        block.register_forward_hook(lambda block, inputs, x: x + block.moe(block.norm2(x)))
+    return [block.moe for block in model.blocks[::2]]
 
 
 def train(config):
     device, text, ep_group, expert_dp_group = set_up_groups(config)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config)
     mixtures = replace_mlps(model, config, ep_group)
+    model.to(device)
     for param in model.parameters():
         param.data = param.data.to(DTYPES[config.dtype])  # but not buffers: biases move by small steps
-    zero = ExpertZeRO(model, Block, ep_group, expert_dp_group, device)
+    zero = ExpertZeRO(model, Block, ep_group, expert_dp_group)
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
-    use_bias = config.balance == "bias"
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        loss = 0
+        loss = loads = 0
         for batch in microbatches(config, text, step, device):  # all ranks': balance is over all tokens
-            inputs, targets = (part.chunk(world_size)[rank] for part in batch)
-            microloss = mean_loss(model(inputs), targets) / config.accum
-            balance_loss = sum(moe.balance_loss for moe in mixtures) / config.accum
-            (microloss + (0 if use_bias else config.balance) * balance_loss).backward()
-            loss += microloss.detach()
+            inputs, targets = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch)
+            microloss = mean_loss(model(inputs), targets)
+            loss += microloss.detach() / config.accum
+            total = microloss + config.balance * sum(moe.balance_loss for moe in mixtures)
+            (total / config.accum).backward()
+            loads += torch.stack([moe.load for moe in mixtures])  # (M, X)
         grad_norm = zero.clip_grad_norm_(config.clip)
         optimizer.step()
-        for moe in mixtures:
-            moe.bias += 0.005 * use_bias * (moe.load.double().mean() - moe.load).sign()
-            moe.load = moe.balance_loss = 0  # else the loss's graph, whose hooks have units, is never freed
+        for moe, load in zip(mixtures, loads):
+            moe.bias += config.bias_rate * (load.double().mean() - load).sign()
+            moe.balance_loss = None  # else the loss's graph, whose hooks have units, is never freed
         model.zero_grad()
         dist.all_reduce(loss)
-        print_step(config, step, loss / world_size, grad_norm, started)
+        print_step(config, step, loss / dist.get_world_size(), grad_norm, started)
     if config.save and (state_dict := zero.full_state_dict()):
         save_weights(state_dict, config.save)
 
@@ -359,8 +360,10 @@ def set_up_groups(config):
     world_size = int(os.getenv("WORLD_SIZE") or 1)
     largest_ep = math.gcd(world_size, config.experts)
     config.ep = config.ep or math.gcd(largest_ep, 2)
-    if largest_ep % config.ep or config.top_k > config.experts:
-        refuse(f"--ep {config.ep} --top-k {config.top_k}: not on {world_size} ranks with these --experts")
+    if largest_ep % config.ep:
+        refuse(f"--ep {config.ep}: must divide the {world_size} ranks and --experts {config.experts}")
+    if config.top_k > config.experts:
+        refuse(f"--top-k {config.top_k}: must be at most --experts {config.experts}")
     device, text = set_up(config, f" | {config.experts} experts, top {config.top_k} | ep {config.ep}")
     ranks = np.arange(world_size).reshape(-1, config.ep)  # a row has all experts, a column the same
     expert_dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
@@ -370,16 +373,13 @@ def set_up_groups(config):
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--experts", type=int, default=8, help="in every other block")
-    own.add_argument("--top-k", type=int, default=2, help="experts of a token")
-    own.add_argument("--ep", type=int, help="ranks that share the experts (default: 2, if possible)")
-    own.add_argument(
-        "--balance",
-        type=lambda text: text if text == "bias" else float(text),
-        default=0.01,
-        help="weight of the load-balance loss, or bias",
-    )
-    return read_flags(arguments, own, balance=(0, 1e9))
+    add = own.add_argument
+    add("--experts", type=int, default=8, help="in every other block")
+    add("--top-k", type=int, default=2, help="experts of a token")
+    add("--ep", type=int, help="ranks among which experts are split (default: 2, if possible)")
+    add("--balance", type=float, default=0.01, help="weight of the load-balance loss")
+    add("--bias-rate", type=float, default=0, help="by which biases move, such as 0.005")
+    return read_flags(arguments, own, balance=(0, 1e9), bias_rate=(0, 1e9))
 
 
 # ==== toy model: the same lines in every lesson ====

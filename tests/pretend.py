@@ -213,7 +213,7 @@ class Gpu(TorchDispatchMode, Rank):
         lesson = super().load_lesson()
         if hasattr(lesson, "MoE"):
             lesson.MoE.all_gather_counts = partialmethod(even_counts, lesson.MoE.all_gather_counts)
-        if {"Offload", "ZeRO3", "HSDP", "ExpertZeRO"} & vars(lesson).keys():  # param.data moves from the host to a GPU
+        if {"Offload", "ZeRO3", "HSDP", "ExpertZeRO"} & vars(lesson).keys():  # param.data moves to a GPU
             for part in {"GPT", "MoE"} & vars(lesson).keys():
                 on_gpu = device_decorator(torch.device("pretend:0"), getattr(lesson, part).__init__)
                 getattr(lesson, part).__init__ = on_gpu
@@ -230,6 +230,6 @@ def attention(q, k, v, attn_mask=None, is_causal=False, **_):
 
 def even_counts(moe, all_gather_counts, chosen):
     """MoE.all_gather_counts(), as if all experts were equally busy."""
-    counts = all_gather_counts(moe, chosen)
+    load, counts = all_gather_counts(moe, chosen)
     counts[:] = chosen.numel() // counts.shape[1]
-    return counts
+    return load, counts

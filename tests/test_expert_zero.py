@@ -24,7 +24,7 @@ FLAGS = "--experts 8 --batch 48"
 
 @pytest.mark.parametrize("size, ep", MESHES)
 def test_every_mesh_trains_as_expert_parallel_py_on_one_rank(size, ep):
-    for flags in ("--accum 1", "--accum 3 --balance bias", "--accum 3 --balance 0.3 --top-k 1"):
+    for flags in ("", "--accum 3 --balance 0 --bias-rate 0.005", "--accum 3 --balance 0.3 --top-k 1"):
         check_parity("expert_zero", size, f"{FLAGS} {flags}", f"--ep {ep}")
 
 
@@ -46,7 +46,7 @@ def test_one_of_512_ranks_holds_and_sends_the_formulas():
 
 
 def test_a_bias_is_not_rounded_to_bf16():
-    flags = f"{TINY} {FLAGS} --balance bias"
+    flags = f"{TINY} {FLAGS} --balance 0 --bias-rate 0.005"
     _, weights = train("expert_zero", 4, f"{flags} --dtype bf16")
     bias = weights["blocks.0.moe.bias"]
     assert bias.any() and apart(bias / 0.005, (bias / 0.005).round()) < 1e-12
@@ -218,6 +218,7 @@ def check_freed_in_time(name):
     plain = nn.Sequential(nn.Linear(5, 5), *(Gate() for _ in range(4)))
     module = copy.deepcopy(plain)
     zero = shard(name, module, Gate)
+    zero.parameters()
     for each in (plain, module):
         each(torch.ones(3, 5)).square().sum().backward()
     expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
@@ -227,13 +228,15 @@ def check_freed_in_time(name):
 
 @on_ranks(1)
 def check_guards(name):
-    """Mistakes are errors: a backward that failed, a parameter that is not used or frozen, a tuple."""
+    """Mistakes are errors: a failed backward, a parameter not used or frozen, a tuple, an early optimizer."""
 
     def steps(break_it):
         torch.manual_seed(0)
         model = Net()
         break_it(model)
-        shard(name, model)
+        zero = shard(name, model)
+        if break_it is not early:
+            zero.parameters()
         for _ in range(2):
             with suppress(ZeroDivisionError):
                 model(torch.ones(2, 7)).sum().backward()
@@ -252,8 +255,12 @@ def check_guards(name):
     def failing(model):
         model.how = lambda part, x: Fails.apply(part(x))
 
+    def early(model):
+        torch.optim.SGD(model.parameters())
+
     reasons = {unused: "has no gradient", frozen: "has no gradient", pair: "register_hook"}
-    for break_it, reason in (reasons | {failing: "a backward failed"}).items():
+    reasons |= {failing: "a backward failed", early: "make the optimizer after wrapping"}
+    for break_it, reason in reasons.items():
         said = error_of(partial(steps, break_it))
         assert reason in said, f"{break_it.__name__} goes on: {said}"
 
@@ -280,7 +287,7 @@ def check_recompute(name):
     numbers = []
     for how in (Net.__init__.__defaults__[0], recompute):
         lesson, model = load(name), Net(how)
-        lesson.ExpertZeRO(model, Part, None, None)
+        lesson.ExpertZeRO(model, Part, None, None).parameters()
         with mock.patch.object(lesson, "all_gather", mock.Mock(wraps=lesson.all_gather)) as all_gather:
             model(torch.ones(2, 7)).sum().backward()
             numbers.append(all_gather.call_count)
@@ -290,7 +297,8 @@ def check_recompute(name):
 parity = partial(check_parity, size=4, flags=f"{FLAGS} --accum 3", own_flags="--ep 2")
 sharp = partial(check_parity, size=4, flags=f"{FLAGS} --accum 3 --steps 1", own_flags="--ep 2")
 whole = partial(check_parity, size=2, flags=f"{FLAGS} --accum 3 --steps 1", own_flags="--ep 2")
-biased = partial(check_parity, flags="--experts 8 --accum 6 --batch 12 --balance bias", own_flags="--ep 2")
+BIASED = "--experts 8 --accum 6 --batch 12 --balance 0 --bias-rate 0.005"
+biased = partial(check_parity, flags=BIASED, own_flags="--ep 2")
 order = partial(together, in_order, rows=[(4, "--experts 24 --ep 2")])
 CHECKS = [check_layouts, check_timeline, partial(check_timeline, ep=2), check_module, check_guards]
 CHECKS += [partial(check_module, how=recompute), check_freed_in_time, check_idle, check_recompute, order]
@@ -309,7 +317,8 @@ MUTANTS = [
     ("order[i : i + 2]", "order[i : i + 1]", check_timeline, "another order"),
     ("self.flat_grad, group=self.group,", "self.flat_grad,", check_layouts, "other groups or bytes"),
     ("group = expert_dp_group if", "group = ep_group if", check_layouts, "experts are sharded over"),
-    ("iter(shards)", "(unit.shard for unit in self.units if not unit.group)", parity, "losses differ"),
+    ("iter([unit.shard for unit in self.units])", "(unit.shard for unit in self.units if not unit.group)",
+     parity, "losses differ"),
     ("output = expert(", "output = (expert if counts[:, i].any() else nn.Identity())(",
      check_idle, "has no gradient"),
     ("self.backward_order.insert(0, unit)", "self.backward_order.insert(unit.group is None, unit)",
@@ -320,10 +329,11 @@ MUTANTS = [
     ("        if not unit.in_backward:  # else", "        if True:  # else", check_recompute, "all-gathers"),
     ("torch.zeros_like(self.flat_param)  # zeros", "torch.ones_like(self.flat_param)  # zeros",
      check_module, "weights differ"),
-    ("self.load += load", "self.load = load", biased, "differ"),
+    ("loads += torch.stack", "loads = torch.stack", biased, "differ"),
     ("torch.zeros(experts, dtype=torch.float64)", "torch.zeros(experts, dtype=torch.bfloat16)",
      biased, "differ"),
     ("if dist.get_rank() == 0 else {}", "", check_module, "a rank other than 0 has weights"),
     ("            if unit.in_backward:\n", "            if False:\n", check_guards, "failing goes on"),
+    ("if not self.has_optimizer", "if False", check_guards, "early goes on"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "expert_zero")

@@ -203,9 +203,10 @@ class HostTensor(torch.Tensor):
 
 def even_counts(moe, all_gather_counts, chosen):
     """MoE.all_gather_counts() as if all experts were equally busy; the host needs the numbers."""
-    shape = all_gather_counts(moe, chosen).shape
+    load, counts = all_gather_counts(moe, chosen)
+    even = chosen.numel() // counts.shape[1]
     with unset_fake_temporarily():
-        return torch.full(shape, chosen.numel() // shape[1]).as_subclass(HostTensor)
+        return load, torch.full(counts.shape, even).as_subclass(HostTensor)
 
 
 def refuse(problem):

@@ -6,7 +6,7 @@ of b sequences each; w bytes of a weight, m of a shard (fp32 at least), c of an 
 of a parameter's optimizer state; G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1
 over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
-is its mean; V of D in a block with experts, W in one without. H parameters in Muon's matrices, O of them on
+is its mean; V of D in a block with experts, W in one without. H parameters in Muon's matrices, X of them on
 the rank with most; o bytes of an outer momentum. Documents of the rank that has most take D FLOPs, a rank's M
 in the mean. H are diloco.py's steps from exchange to exchange; letters of time alone stand in
 tools/formulas.py, at TIME.
@@ -81,14 +81,14 @@ def letters_of(lesson, config, ranks, backend):
         letters["D"] = statistics.mean(map(max, config.costs))
         letters["M"] = statistics.mean(map(statistics.mean, config.costs))
     if hasattr(config, "outer_lr"):
-        letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
+        letters |= {"o": letters["m"] * (config.outer_momentum > 0), "H": config.inner_steps}
     if hasattr(lesson, "assign_owners"):
         matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
         owned = Counter()
         for matrix, owner in lesson.assign_owners(matrices, ranks).items():
             owned[owner] += matrix.numel()
         letters["H"] = sum(owned.values())
-        letters["O"] = max(owned.values())
+        letters["X"] = max(owned.values())
     return letters
 
 
