@@ -319,7 +319,7 @@ MUTANTS = [
     ("group = expert_dp_group if", "group = ep_group if", check_layouts, "experts are sharded over"),
     ("iter([unit.shard for unit in self.units])", "(unit.shard for unit in self.units if not unit.group)",
      parity, "losses differ"),
-    ("output = expert(", "output = (expert if counts[:, i].any() else nn.Identity())(",
+    ("output = expert(", "output = (expert if arriving[:, i].any() else nn.Identity())(",
      check_idle, "has no gradient"),
     ("self.backward_order.insert(0, unit)", "self.backward_order.insert(unit.group is None, unit)",
      check_timeline, "another order"),
