@@ -44,7 +44,7 @@ def docstring_and_code(site, name):
 def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
     run, speed = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
     lessons = list(load("site/book").LESSONS)
-    assert len(lessons) == 26
+    assert len(lessons) == 27
     for name in lessons:
         docstring, code = docstring_and_code(site, name)
         page = (site / f"{name}.html").read_text()
