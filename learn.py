@@ -63,6 +63,7 @@ sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and
 context_parallel      | merge | 15 | two softmaxes over parts of the keys become one
 context_parallel-ring | visible rotate | 25 | whose keys are here after so many hops, and who sees them
 expert_parallel       | MoE.run_experts | 40 | orders 2 to 5 of the docstring
+expert_zero           | alpha=1 / dist.get_world_size() | 10 | how many ranks' tokens are in a group's sum
 pipeline              | one_f_one_b | 15 | warmup: F alone; then F and B in turn; cooldown: B alone
 pipeline-actions      | Pipeline._forward Pipeline._backward | 30 | receive, compute, send
 zero_bubble           | deferred_linear Pipeline._weight_gradients | 25 | keep W's two factors for later

@@ -15,7 +15,7 @@ cd "$(dirname "$0")"
 
 # In reading order.
 LESSONS=(single collectives dp_threads dp_async ddp uneven diloco zero1 zero2 zero3 hsdp muon offload
-    tensor_parallel sequence_parallel context_parallel expert_parallel checkpointing zero_r fusion
+    tensor_parallel sequence_parallel context_parallel expert_parallel expert_zero checkpointing zero_r fusion
     pipeline zero_bubble pipeline_v parallel_3d reshard resume survive)
 
 # Ranks meet on the loopback interface, so that this host's own name need not resolve.
@@ -58,7 +58,7 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
     diloco) flags+=(--inner-steps 2 --steps 4) ;;
     hsdp) flags+=(--shard 2) ;;
     reshard) flags+=(--how direct) ;;
-    sequence_parallel | context_parallel | expert_parallel | muon) flags+=(--layers 2) ;;
+    sequence_parallel | context_parallel | expert_parallel | expert_zero | muon) flags+=(--layers 2) ;;
     esac
     local command=(tools/ledger.py --film "docs/films/$lesson.json" "$lesson.py" "${flags[@]}" $threads)
     say "$lesson"
@@ -162,6 +162,10 @@ run_all() { # and print the name of each as it ends
         expert_parallel) # which trains another model; --accum is no yardstick: it changes what is balanced
             # The choice of an expert can turn on one rounding: with --dtype fp64 no choice comes that close.
             run "$lesson-alone" "$python" "$watched" --dtype fp64
+            run "$lesson" "$torchrun=$ranks" "$watched" --dtype fp64
+            ;;
+        expert_zero) # which is the former's twin
+            run "$lesson-alone" "$python" tools/ledger.py expert_parallel.py --dtype fp64
             run "$lesson" "$torchrun=$ranks" "$watched" --dtype fp64
             ;;
         muon | uneven) # which has another optimizer, or other batches

@@ -52,6 +52,8 @@ OWN = {
     "expert_parallel": {"--experts": ("4 8", "0 -1 x"), "--top-k": ("1 2", "0 -1 99"),
                         "--ep": ("1 2", "0 -1 5"), "--capacity-factor": ("1.25 inf", "nan -1"),
                         "--balance": ("0 0.1", "nan -1 x"), "--bias-rate": ("0 0.005", "nan -1 x")},
+    "expert_zero": {"--experts": ("4 8", "0 -1 x"), "--top-k": ("1 2", "0 -1 99"), "--ep": ("1 2", "0 -1 5"),
+                    "--balance": ("0 0.1", "nan -1 x"), "--bias-rate": ("0 0.005", "nan -1 x")},
     "pipeline": {"--schedule": ("naive gpipe 1f1b interleaved", "zb-h1")},
     "zero_bubble": {"--schedule": ("zb-h1 zb-h2", "1f1b")},
     "parallel_3d": {"--tp": ("1 2", "0 -1 5 x"), "--pp": ("1 2", "0 -1 5 x"), "--zero": ("0 1", "-1 2")},
@@ -90,6 +92,7 @@ LESSONS = [
     Lesson("sequence_parallel", bad_flags=BAD_SPLITS, flags="--vocab 257 --context 12 --batch 9"),
     Lesson("context_parallel", bad_flags=BAD_RINGS, flags="--context 24"),
     Lesson("expert_parallel", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12 --bias-rate 0.005"),
+    Lesson("expert_zero", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12"),
     Lesson("pipeline", bad_flags=("--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")),
     Lesson("zero_bubble"),
     Lesson("pipeline_v", bad_flags=("--layers 1",)),
@@ -101,7 +104,8 @@ LESSONS = [
     Lesson("reshard", bad_flags=("--servers 4", "--heads 9 --servers 2"), flags="--vocab 257", variants=HOWS),
     Lesson("survive", bad_flags=("--kill 1@3", "--join 4", *(f"{flags} --workers 2" for flags in NOBODY))),
 ]
-OWN_RUN = ("expert_parallel", "muon", "uneven")  # which train another model, or otherwise
+# What a lesson equals that trains another model than single.py, or otherwise: itself on one rank, or another.
+PLAIN = {name: name for name in ("expert_parallel", "muon", "uneven")} | {"expert_zero": "expert_parallel"}
 NAMES = [lesson.name for lesson in LESSONS]
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
 
@@ -115,8 +119,8 @@ def cells(*rows):
 
 
 def oracle(name, flags):
-    """single.py's run with these flags; of a lesson with another model or optimizer its own, on one rank."""
-    return train(Path(name).stem if Path(name).stem in OWN_RUN else "single", 1, flags)
+    """The run with these flags that this lesson's is to equal: single.py's, or the one that PLAIN names."""
+    return train(PLAIN.get(Path(name).stem, "single"), 1, flags)
 
 
 def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
@@ -139,7 +143,7 @@ def test_losses_norms_and_weights_are_single_pys_and_bytes_the_docstrings_formul
 @pytest.mark.parametrize("lesson", LESSONS[1:], ids=NAMES[1:])
 def test_with_its_defaults_on_8_ranks_a_lesson_is_single_py_to_the_last_printed_digit(lesson):
     alone = lesson.name == "diloco"  # by default another algorithm, and norms are the ranks' own
-    flags = f"--steps 2 {AS_DDP * alone} {EXACT_CHOICE * (lesson.name == 'expert_parallel')}"
+    flags = f"--steps 2 {AS_DDP * alone} {EXACT_CHOICE * ('expert' in lesson.name)}"
     plain, _ = oracle(lesson.name, flags)
     own, _ = train(lesson.name, 8, flags)
     for key, digits in (("losses", 4), ("grad_norms", 3))[: 2 - alone]:
@@ -245,6 +249,7 @@ def slack(name, weights, size, flags):
     flying = (rest + 2 * block) / size if name in ("zero2", "zero3") else 0
     flying = (rest + block) / (size - size // 2) if name == "reshard" else flying  # half of the ranks serve
     flying = rest + 2 * block if name == "hsdp" else flying  # of one rank's copy with --shard 1
+    flying = (2 * rest + 2 * block) / size if name == "expert_zero" else flying  # all that is sent at the end
     flying = rest + 2 * block if name == "offload" and "--link" not in flags else flying  # a slow one
     of_norms = 36 * 16 * sum("norm" in key for key in weights)
     slack_of = {"gradients": (flying + padding, largest + padding)}
@@ -360,11 +365,11 @@ def test_random_flags_end_in_single_pys_numbers_or_in_one_line(tmp_path):
         folder.mkdir()
         name, size, flags, own = draw(chance, folder)
         try:
-            flags += f" {AS_DDP}" * (name == "diloco") + f" {EXACT_CHOICE}" * (name == "expert_parallel")
+            flags += f" {AS_DDP}" * (name == "diloco") + f" {EXACT_CHOICE}" * ("expert" in name)
             steps = steps_of(name, size, f"{flags} {own}")
             if steps:
-                alone, more = (name, own) if name in OWN_RUN else ("single", "")
-                more += " --ep 1" * (name == "expert_parallel")
+                alone, more = PLAIN.get(name, "single"), own * (name in PLAIN)
+                more += " --ep 1" * ("expert" in name)
                 expected = steps_of(alone, 1, f"{flags} {more}")
                 if name == "diloco":  # whose norms are the ranks' own
                     steps, expected = ([loss for loss, _ in each] for each in (steps, expected))

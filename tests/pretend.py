@@ -213,8 +213,10 @@ class Gpu(TorchDispatchMode, Rank):
         lesson = super().load_lesson()
         if hasattr(lesson, "MoE"):
             lesson.MoE.all_gather_counts = partialmethod(even_counts, lesson.MoE.all_gather_counts)
-        if {"Offload", "ZeRO3", "HSDP"} & vars(lesson).keys():  # param.data moves from the host to a GPU
-            lesson.GPT.__init__ = device_decorator(torch.device("pretend:0"), lesson.GPT.__init__)
+        if {"Offload", "ZeRO3", "HSDP", "ExpertZeRO"} & vars(lesson).keys():  # param.data moves to a GPU
+            for part in {"GPT", "MoE"} & vars(lesson).keys():
+                on_gpu = device_decorator(torch.device("pretend:0"), getattr(lesson, part).__init__)
+                getattr(lesson, part).__init__ = on_gpu
         return lesson
 
 

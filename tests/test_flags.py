@@ -24,7 +24,7 @@ BAD = {  # {command: {arguments: what the line names}}
     }, "tools/ledger.py": {
         "": "lesson", "no/such.py": "no/such.py", "README.md": "README.md: no such lesson",
         "tools/watch.py": "tools/watch.py: no such lesson", "--ranks x zero3.py": "--ranks",
-        "--ranks 2 expert_parallel.py": "--ranks 2", "--ranks 2 resume.py": "--ranks 2",
+        "--ranks 2 offload.py": "--ranks 2", "--ranks 2 resume.py": "--ranks 2",
         "--ranks -1 zero3.py": "--ranks -1", "--ranks 0 zero3.py": "--ranks 0",
         f"--ranks {HUGE} zero3.py": "--ranks", "--ranks 2 --rank 2 zero3.py": "--rank 2",
         "--ranks 2 --rank -1 zero3.py": "--rank -1", "--rank 7 zero3.py": "--rank 7",

@@ -31,6 +31,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "offload": ("--params",),
     "context_parallel": ("--order contiguous", "--kind ulysses", "--cp 1"),
     "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --bias-rate 0.005"),
+    "expert_zero": ("--ep 1", "--ep 4 --top-k 1 --bias-rate 0.005"),
     "pipeline": ("--schedule naive", "--schedule gpipe"),
     "zero_bubble": ("--schedule zb-h2",),
     "pipeline_v": (),
@@ -45,6 +46,7 @@ WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
 NAMED = {
     "dp_async": {("copy", "microbatches()"): 2, ("item", "train_share()"): 2, ("item", "print_step()"): 1},
     "expert_parallel": {("copy", "all_gather_counts()"): "k"},
+    "expert_zero": {("copy", "all_gather_counts()"): "k"},
     "diloco": {("copy", "train()"): 1, ("item", "print_step()"): 0},
     "diloco --delay": {("copy", "microbatches()"): 4},
     "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
@@ -138,7 +140,8 @@ def orders(name):
         rows += product((8,), SCHEDULES[name] if name == "pipeline_v" else (), (16,))  # many sends at once
         small += " --schedule {}" if name != "pipeline_v" else ""  # which has only one
         return [(size, f"{small.format(schedule)} --accum {k}") for size, schedule, k in rows]
-    flags = {"expert_parallel": "--experts 24", "parallel_3d": "--layers 8"}.get(name, "")
+    many = "--experts 24"
+    flags = {"expert_parallel": many, "expert_zero": many, "parallel_3d": "--layers 8"}.get(name, "")
     own = [(4, own) for own in OWN[name]]
     if name == "parallel_3d":
         meshes = [(4, 2, 1), (4, 1, 2), (4, 1, 4), (8, 2, 4), (8, 2, 2)]

@@ -44,7 +44,7 @@ def docstring_and_code(site, name):
 def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
     run, speed = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
     lessons = list(load("site/book").LESSONS)
-    assert len(lessons) == 27
+    assert len(lessons) == 28
     for name in lessons:
         docstring, code = docstring_and_code(site, name)
         page = (site / f"{name}.html").read_text()
@@ -130,6 +130,7 @@ def test_who_holds_what_is_what_was_measured():
     book = load("site/book")
     drawn = {"w": (0.97, 9), "c": (0.2, 0.4), "r": (0.2, 0.4), "m": (0.2, 0.35), "u": (0.35, 0.9)}
     drawn |= {"y": (0.3, 0.5), "e": (2.4, 2.8), "h": (0, 0), "o": (0.1, 0.2)}  # e: of a larger model, in fp64
+    drawn |= {"k": (2.4, 3), "q": (1.5, 1.7)}  # of the same larger model
     drawn |= {"d": (0.45, 0.55), "f": (0.6, 0.95), "v": (0.2, 0.4)}
     for name, (letters, _) in book.PICTURES.items():
         ranks, _, *measured = book.MEASURED[name]

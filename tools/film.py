@@ -176,7 +176,8 @@ class Film(Watch):
                 where = (group.rank(), args[1])[:: 1 if name == "send" else -1]
                 peer = dist.get_global_rank(group, args[1])
                 message["name"] += f" {'to' if name == 'send' else 'from'} {peer}"
-            if name == "all-to-all" and not self.has_all_to_all:
+            is_even = not any(isinstance(arg, list) and arg for arg in args)
+            if name == "all-to-all" and (not self.has_all_to_all or (self.reduces and is_even)):
                 message["name"] = "reduce-scatter (by all-to-all)"
             self.counts[group.group_name, where] += 1
             message["key"] = group.group_name, where, self.counts[group.group_name, where]

@@ -30,6 +30,7 @@ LESSONS = {  # tokens of the technique
     "sequence_parallel.py": 2125,
     "context_parallel.py": 2300,
     "expert_parallel.py": 2010,
+    "expert_zero.py": 2900,  # zero3.py and expert_parallel.py in one
     "pipeline.py": 2510,  # four schedules, and a guard for each way to hang
     "zero_bubble.py": 2475,
     "pipeline_v.py": 2625,

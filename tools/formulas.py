@@ -79,6 +79,7 @@ sequence_parallel  compute  Qkbs/N
 sequence_parallel  exposed  (N-1)(k(10L+9)+12L+4)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)   in forward all
 context_parallel   compute  Qkbs/N                  attention to many tokens hides messages
 expert_parallel    compute  (6(D+MtU)+12Lhs)kbs/N   if tokens are spread evenly; nothing hides messages
+expert_zero        compute  (6(D+MtU)+12Lhs)kbs/N   as in expert_parallel.py
 pipeline           compute  (6R+12Lhs/N)kbs         of the largest stage; nothing hides messages
 pipeline           idle     (N-1)/C/k               without --schedule naive; of the whole step (N-1)/(Ck+N-1)
 pipeline           idle     N-1                     with --schedule naive

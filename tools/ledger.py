@@ -14,8 +14,9 @@ Activations are what else the step made, in floating point, and holds when a bac
 sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S(N-1)/N in an all-reduce,
 S(N-1)/N in a reduce-scatter, all-gather or all-to-all, and in the mean in a broadcast or reduce, in which one
 rank sends nothing on; S in a send; none for a single number. An all-to-all that does the work of a
-reduce-scatter, over gloo, is listed as one. "down" and "up" are copies by the threads
-"host" and "upload", between a device and its host, whose memory is what these make.
+reduce-scatter is listed as one: all over gloo, and those of equal parts of a docstring that has both. "down"
+and "up" are copies by the threads "host" and "upload", between a device and its host, whose memory is what
+these make.
 
 ms: what a step takes, from the third on, without the watching (not with --trace): see tools/clock.py; the
 machine's constants are kept in --machine F, by default a file in runs/.
@@ -35,6 +36,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
+from functools import partialmethod
 from pathlib import Path
 from unittest import mock
 
@@ -43,7 +45,7 @@ import torch.distributed as dist
 from clock import Clock
 from film import Film, write
 from letters import evaluate, letters_of, parameters_of_stage, read_formulas
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from watch import Watch
@@ -54,6 +56,7 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 def run(lesson, config, trace=None, watch=None):
     """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
     watch = watch or Watch()
+    watch.reduces = {"reduce-scatter", "all-to-all"} <= read_formulas(lesson, config).keys()
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     loader = "load_microbatches" if hasattr(lesson, "deal") else "microbatches"  # of uneven.py, of all others
     microbatches, print_step = getattr(lesson, loader), lesson.print_step
@@ -178,8 +181,32 @@ def simulate(lesson, config, ranks, rank, backend="nccl"):
             (torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data)),  # in Module.to()
         ):
             stack.enter_context(mock.patch.object(where, name, instead))
+        if hasattr(lesson, "MoE"):
+            even = partialmethod(even_counts, lesson.MoE.all_gather_counts)
+            stack.enter_context(mock.patch.object(lesson.MoE, "all_gather_counts", even))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return result_of(lesson, config, *run(lesson, config))
+
+
+class HostTensor(torch.Tensor):
+    """A tensor with data, also in a simulation. What is computed of it alone has data, too."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        for fake in args:
+            if isinstance(fake, FakeTensor):
+                fakes = (fake.new_empty(each.shape) if isinstance(each, cls) else each for each in args)
+                return function(*fakes, **(kwargs or {}))
+        with unset_fake_temporarily():
+            return super().__torch_function__(function, types, args, kwargs)
+
+
+def even_counts(moe, all_gather_counts, chosen):
+    """MoE.all_gather_counts() as if all experts were equally busy; the host needs the numbers."""
+    load, counts = all_gather_counts(moe, chosen)
+    even = chosen.numel() // counts.shape[1]
+    with unset_fake_temporarily():
+        return load, torch.full(counts.shape, even).as_subclass(HostTensor)
 
 
 def refuse(problem):
@@ -236,7 +263,7 @@ def main():
     for problem in find_problems(given):
         refuse(problem)
     lesson = load(given.lesson)
-    if given.ranks and {"MoE", "Offload", "ShardedOptimizer", "deal"} & vars(lesson).keys():
+    if given.ranks and {"Offload", "ShardedOptimizer", "deal"} & vars(lesson).keys():
         refuse(f"--ranks {given.ranks}: {given.lesson} needs values, or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])

@@ -6,10 +6,10 @@ of b sequences each; w bytes of a weight, m of a shard (fp32 at least), c of an 
 of a parameter's optimizer state; G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1
 over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
-is its mean. H parameters in Muon's matrices, X of them on the rank with most; o bytes of an outer momentum.
-Documents of the rank that has most take D FLOPs, a rank's M in the mean. Of N trainers one sends to up to q
-of t servers, which hold D numbers each. H are diloco.py's steps from
-exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
+is its mean; V of D in a block with experts, W in one without. H parameters in Muon's matrices, X of them on
+the rank with most; o bytes of an outer momentum. Documents of the rank that has most take D FLOPs, a rank's M
+in the mean. Of N trainers one sends to up to q of t servers, which hold D numbers each. H are diloco.py's
+steps from exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
 """
 
 import re
@@ -75,6 +75,8 @@ def letters_of(lesson, config, ranks, backend):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
         letters["U"] = 8 * config.width**2 + 5 * config.width
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
+        letters["V"] = block - letters["U"] + config.experts * config.width
+        letters["W"] = block * (config.layers > 1)
     if hasattr(config, "costs"):
         letters["D"] = statistics.mean(map(max, config.costs))
         letters["M"] = statistics.mean(map(statistics.mean, config.costs))

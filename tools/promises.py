@@ -165,6 +165,7 @@ def run(path, lesson, size=1, flags=""):
 def plain_of(lesson):
     """(path, lesson) of the plain loop: single.py; of another model or optimizer the lesson as it is."""
     name = lesson if lesson in ("expert_parallel", "muon", "diloco", "uneven") else "single"
+    name = "expert_parallel" if lesson == "expert_zero" else name
     return str(ROOT / f"{name}.py"), name
 
 

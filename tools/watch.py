@@ -66,6 +66,7 @@ class Watch(TorchDispatchMode):
     """
 
     on = None  # before start(); False after stop()
+    reduces = False  # whether an all-to-all of equal parts is a reduce-scatter, and others are not
 
     def __init__(self):
         super().__init__()
@@ -203,6 +204,8 @@ class Watch(TorchDispatchMode):
             if name == "all-to-all" and args[4]:  # how many rows go to each rank
                 payload = other[0].nbytes
                 share = 1 - args[4][group.rank()] / max(sum(args[4]), 1)
+            if name == "all-to-all" and self.reduces and not args[4]:
+                name = "reduce-scatter"
             axis = group.group_desc if group.group_desc in AXES else name
             self.add(axis, payload, share)
 
