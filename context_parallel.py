@@ -2,12 +2,12 @@
 
 Idea
     The activations of a long row do not fit on one GPU, so its tokens are split across ranks. Norms and MLPs
-    treat each token alone, but a query needs the keys and values of all tokens before it.
+    treat each token alone, but a query needs the keys and values (kv) of all tokens before it.
 
-    gather (as in Llama 3, arXiv 2407.21783, section 3.3.2): the ranks all-gather keys and values, and each
-    computes attention of its own queries. Backward gathers again, so that a layer keeps its own alone.
-    ring (arXiv 2310.01889) needs less memory, and hides messages: keys and values go round from rank to rank.
-    A rank computes with some while others arrive, and after N-1 hops it has seen all.
+    gather (Llama 3, arXiv 2407.21783, section 3.3.2): the ranks all-gather kv, and each computes attention of
+    its own queries. Backward gathers kv again, so that each layer keeps only 1/N of them.
+    ring (arXiv 2310.01889) needs less memory, and hides messages: kv go round from rank to rank. A rank
+    computes with some while others arrive, and after N-1 hops it has seen all.
     Ulysses (arXiv 2309.14509) sends less. Attention treats each head alone, so an all-to-all trades 1/N of
     the tokens of all heads for all tokens of 1/N of the heads. After attention another one trades back.
 
@@ -15,27 +15,26 @@ Idea
     2N-1-i, an early and a late one (zigzag): then all ranks have the same work, in each hop of a ring, too.
     With --documents a row has several, and a token sees the earlier ones of its own: the mask hides more.
 
-Timeline (forward on rank 2 of 4; in a ring's backward, gradients follow their keys and values a hop later)
-    gather  | all-gather of k and v  | queries x kv of ranks 0, 1, 2, 3
+Timeline (forward on rank 2 of 4; in a ring's backward, gradients follow their kv a hop later)
+    gather  | all-gather of kv       | queries x kv of ranks 0, 1, 2, 3
     ring    | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
             | kv of rank 1 arrive    | kv of rank 0   | kv of rank 3   |
-    Ulysses | all-to-all of q, k, v  | 1/4 of the heads, all tokens    | all-to-all of the output
+    Ulysses | all-to-all of q and kv | 1/4 of the heads, all tokens    | all-to-all of the output
 
-Memory (bytes on each of N ranks, if all share each row, as by default; P parameters)
+Memory (bytes on each of N ranks; P parameters)
     L layers, a heads, h width, s tokens in a row, v in the vocabulary; b rows in a microbatch
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
     m bytes of a gradient, of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
     parameters    (w+c)P
     gradients     mP
-    optimizer     KP
-    activations   s(b((16L+2)wh+(4L+2+aL+v)m)+wh)/N    without --kind ulysses; most is 16wbsh/N for a layer
+    optimizer     KP    K = 8 for AdamW's two moments, in fp64 16; for SGD 0
+    activations   s(b((16L+2)wh+(4L+2+aL+v)m)+wh)/N    without --kind ulysses; mostly 16wbsh/N in a layer
     activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses, which keeps its output twice
     While a layer computes, gather has 2wbsh of kv, in backward 4wbsh; ring 4wbsh/N, in backward 8wbsh/N.
 
 Sent (bytes, by each rank in each step of k microbatches)
     all-gather        4wkLbsh(N-1)/N               with --kind gather: kv in forward, again in backward
-    reduce-scatter    2wkLbsh(N-1)/N               with --kind gather: their gradients
+    reduce-scatter    2wkLbsh(N-1)/N               with --kind gather: gradients of kv
     send              2wkLbsh(3N-2)min(1,N-1)/N    with --kind ring: kv N-1 times, twice; gradients N times
     all-to-all        8wkLb(s/N)h(N-1)/N           with --kind ulysses: 4 in forward, 4 in backward
     all-reduce        2mP(N-1)/N                   each rank has gradients of its own tokens
@@ -45,10 +44,10 @@ Run
     torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --context 65536 --batch 1 --kind ring
 
 Left out
-    Attention that is not causal; dropout; positions that count from a document's start. A ring sends on what
-    nobody needs: if no document is longer than a chunk, a rank needs its two neighbours' kv alone. Documents
-    make ranks unequal (idle, in tools/ledger.py). GPUs run a kernel with masks, not the fastest; k needs q's heads.
-    Not noticed: positions, such as rotary angles, that are not sharded as tokens are; targets shifted after
+    Attention that is not causal; positions that start anew in each document. A ring sends on what nobody
+    needs: if no document is longer than a chunk, a rank needs kv of two others, not N-1. On GPUs attention is
+    a kernel that takes masks, not the fastest, and needs k and v with all heads of q.
+    Not noticed: positions, as rotary angles, that are not sharded like the tokens; targets shifted after
     sharding, not before; targets to ignore, as the mean over ranks takes all to have equally many tokens.
 """
 
@@ -58,7 +57,6 @@ import os
 import sys
 import time
 from copy import copy
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -83,21 +81,22 @@ class Layout:
         mask = (places[own, None] >= places) & (documents[own, None] == documents)  # (s/N, s)
         out = F.scaled_dot_product_attention(q, k, v, mask)
 
-    The problem is that half of the mask or more is False, and that work is done for nothing. So here a row is
-    cut into 2N chunks, and the mask into blocks, a chunk's queries by a chunk's keys. Hidden ones are skipped.
-    begins (b, s), or (1, s) for all rows: whether a document begins at this token. The same on all ranks."""
+    But half of this mask or more is False, and its work is done for nothing. So here it is cut into blocks, a
+    chunk's queries by a chunk's keys, of which hidden ones are skipped. begins (b, s), or (1, s) if all rows
+    are alike: whether a token is a document's first. It must be the same on all ranks."""
 
     def __init__(self, begins: torch.Tensor, group=None):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         n_chunks = 2 * self.world_size
-        self.chunks = [[i, n_chunks - 1 - i] for i in range(self.world_size)]  # of each rank
         if begins.shape[1] % n_chunks:
             raise ValueError(f"{begins.shape[1]} tokens: must be a multiple of 2 x the ranks")
-        # Documents are numbered in each row: (b, 2N, tokens of a chunk).
-        self.documents = begins.cumsum(1).unflatten(1, (n_chunks, -1))
+        self.chunks = [[i, n_chunks - 1 - i] for i in range(self.world_size)]  # of each rank
+        numbers = begins.cumsum(1)  # of each token's document in its row
+        self.documents = numbers.unflatten(1, (n_chunks, -1))  # (b, 2N, tokens of a chunk)
         self.length = self.documents.shape[2]
+        self.places = [slice(n * self.length, (n + 1) * self.length) for n in range(n_chunks)]
         first = self.documents[..., :1]
         last = self.documents[..., -1:]
         # Chunk i sees some of chunk j, itself or an earlier one, if in any row a document of j goes on in i.
@@ -112,15 +111,14 @@ class Layout:
         return torch.cat([chunks[i] for i in self.chunks[self.rank]], dim)
 
     def blocks(self, rank, q):
-        """Yield (queries, keys, mask, is_causal) of each block of own queries, by keys of that rank."""
-        places = [slice(n, n + self.length) for n in range(0, self.documents[0].numel(), self.length)]
-        for i, queries in zip(self.chunks[self.rank], places):
-            for j, keys in zip(self.chunks[rank], places):
+        """Yield (queries, keys, mask, is_causal) of the blocks that this rank sees of that rank's tokens."""
+        for i, queries in zip(self.chunks[self.rank], self.places):
+            for j, keys in zip(self.chunks[rank], self.places):
                 if self.sees[i][j]:
                     yield queries, keys, self.mask(i, j, q), i == j
 
     def mask(self, i, j, q):
-        """0 where a query of chunk i and a key of chunk j are in one document, else -1e30; None if all are."""
+        """Added to scores: 0 where chunk i sees chunk j, -1e30 elsewhere. None if it sees all of it."""
         if self.sees[i][j] == 2:
             return None
         is_same = self.documents[:, i, :, None] == self.documents[:, j, None]
@@ -177,10 +175,8 @@ def merge(out, lse, block, block_lse):
 
 
 # The first way: all keys and values arrive in one message, and all their gradients leave in one.
-
-
 def gather_attention(q, k, v, layout):
-    """Attention of this rank's q (b, a, s/N, h/a) to all k and v (b, a_kv, s/N, h/a), where a_kv divides a."""
+    """Attention of this rank's q (b, a, s/N, h/a) to all ranks' k and v (b, a_kv, s/N, h/a)."""
     return Attention.apply(q, k, v, layout, gather, reduce_scatter)
 
 
@@ -192,28 +188,28 @@ def gather(kv, layout):
 
 def reduce_scatter(grads, layout):
     # An all-to-all and a sum do the same, and gloo's own reduce-scatter sends twice as much.
-    return AllToAll.apply(torch.stack(list(grads)), layout.group).sum(0)
+    parts = torch.stack(list(grads))
+    return AllToAll.apply(parts, 0, 0, layout.group).sum(0)
 
 
 class AllToAll(torch.autograd.Function):
-    """Send parts[i] to rank i. Returns what the ranks have sent here. Backward: the same with gradients."""
+    """Send part i of x along dim `split` to rank i, join arrivals along dim `join`. Backward: the reverse."""
 
     @staticmethod
-    def forward(ctx, parts, group):
-        ctx.group = group
+    def forward(ctx, x, split, join, group):
+        ctx.back = join, split, group
+        parts = torch.stack(x.chunk(dist.get_world_size(group), split))
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)
-        return received
+        return torch.cat(received.unbind(), join)
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad.contiguous(), ctx.group), None
+        return AllToAll.apply(grad, *ctx.back), None, None, None
 
 
 # This has two problems. While keys and values travel, nothing is computed. And those of all tokens must fit,
 # if only while a layer computes. So the second way: those of one rank are used while others arrive.
-
-
 def ring_attention(q, k, v, layout):
     """Like gather_attention()."""
     return Attention.apply(q, k, v, layout, rotate, rotate_grads)
@@ -260,29 +256,25 @@ def send_to_next(tensor, layout):
 
 
 # A ring sends as much as gathering does. The third way sends less if N > 2, but a rank must have a head.
-
-
 def ulysses_attention(q, k, v, layout):
-    """Like gather_attention(), but the number of ranks must divide a_kv."""
-    if k.shape[1] % layout.world_size:
-        raise ValueError(f"{k.shape[1]} key heads: must be a multiple of the {layout.world_size} ranks")
-    q, k, v = (trade(x, 1, 2, layout.group) for x in (q, k, v))  # (b, a/N, s, h/a)
+    """Like gather_attention(); N must divide a_kv."""
+    q = AllToAll.apply(q, 1, 2, layout.group)  # (b, a/N, s, h/a)
+    k = AllToAll.apply(k, 1, 2, layout.group)
+    v = AllToAll.apply(v, 1, 2, layout.group)
     # Now this rank has all chunks, in the order of the ranks, and needs no others: it is a ring of one.
     alone = copy(layout)
     alone.rank = 0
     alone.world_size = 1
-    alone.chunks = [list(chain(*layout.chunks))]
+    alone.chunks = [np.concatenate(layout.chunks)]
     out = ring_attention(q, k, v, alone)
-    return trade(out, 2, 1, layout.group)  # (b, a, s/N, h/a)
+    return AllToAll.apply(out, 2, 1, layout.group)  # (b, a, s/N, h/a)
 
 
-def trade(x, split, join, group):
-    """Send part i of x along dim `split` to rank i, and join what arrives along dim `join`."""
-    parts = torch.stack(x.chunk(dist.get_world_size(group), split))
-    return torch.cat(AllToAll.apply(parts, group).unbind(), join)
-
-
-KINDS = {"gather": gather_attention, "ring": ring_attention, "ulysses": ulysses_attention}
+KINDS = {
+    "gather": gather_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+}
 
 # A reader may skip the next two functions. They call the kernels, one for CPUs and one for GPUs, that torch
 # has behind F.scaled_dot_product_attention, which does not return the log-sum-exp. 0.0: no dropout.
@@ -315,18 +307,18 @@ def attend_backward(grad, out, lse, q, k, v, mask, is_causal):
 
 def train(config):
     """Train with these flags. In bf16 the model has the fp32 masters; `weights` are their casts."""
-    device, text, group = set_up_groups(config)
+    device, text = check_and_set_up(config)
     world_size = dist.get_world_size()
     dtype = DTYPES[config.dtype]
     model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, dist.get_rank() // config.cp, config.dp)
+        batches = microbatches(config, text, step, device)  # all ranks' rows are the same
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
         for inputs, targets in batches:
-            microloss = loss_of(model, weights, inputs, targets, group, config) / config.accum
+            microloss = loss_of(model, weights, inputs, targets, config) / config.accum
             microloss.backward()
             loss += microloss.detach()
         # Each loss is the mean over this rank's tokens. All ranks have equally many.
@@ -342,49 +334,51 @@ def train(config):
         save_weights(model.to(dtype).state_dict(), config.save)
 
 
-def loss_of(model, weights, inputs, targets, group, config):
+def loss_of(model, weights, inputs, targets, config):
     """The mean loss of this rank's tokens of whole rows (b, s)."""
     begins = torch.zeros(1, config.context, dtype=torch.bool)  # each row is one document
     if config.documents:
         begins = inputs == ord("\n")
-    layout = Layout(begins, group)
+    layout = Layout(begins)
 
     def attention(q, k, v, is_causal):  # in place of torch's, so that Block stays as it is
         return KINDS[config.kind](q, k, v, layout)
 
-    positions = layout.shard(weights["positions.weight"], 0)  # GPT takes its first s/N rows
+    positions = layout.shard(weights["positions.weight"], 0)  # of which GPT takes the first s/N rows
     weights = weights | {"positions.weight": positions}
     with mock.patch.object(F, "scaled_dot_product_attention", attention):
         logits = functional_call(model, weights, layout.shard(inputs, 1))
     return mean_loss(logits, layout.shard(targets, 1))
 
 
-def set_up_groups(config):
-    """Check the flags and join. Returns the device, the text, and the ranks that share rows."""
+def check_and_set_up(config):
     world_size = int(os.getenv("WORLD_SIZE") or 1)
-    config.cp = config.cp or world_size
-    if world_size % config.cp:
-        refuse(f"--cp {config.cp}: must divide the {world_size} ranks")
-    if config.context % (2 * config.cp):
-        refuse(f"--context {config.context}: must be a multiple of 2 x --cp {config.cp}")
-    if config.kind == "ulysses" and config.heads % config.cp:
-        refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
-    config.dp = world_size // config.cp
-    choices = f" | cp {config.cp} | {config.kind} | documents {config.documents}"
-    device, text = set_up(config, choices, config.dp)
+    if config.context % (2 * world_size):
+        refuse(f"--context {config.context}: must be a multiple of 2 x {world_size} ranks")
+    if config.kind == "ulysses" and config.heads % world_size:
+        refuse(f"--heads {config.heads}: must be a multiple of the {world_size} ranks")
+    device, text = set_up(config, f" | {config.kind} | documents {config.documents}", replicas=1)
     if device.type == "cuda":
         if config.dtype == "fp64":
             refuse("--dtype fp64: the kernel for GPUs takes fp32 or bf16; use --device cpu")
-        if config.width % (8 * config.heads) or config.context % (16 * config.cp):
-            refuse("--width and --context: on GPUs must be multiples of 8 x --heads and 16 x --cp")
-    return device, text, dist.new_subgroups(config.cp)[0]
+        if config.width % (8 * config.heads) or config.context % (16 * world_size):
+            refuse("--width and --context: on GPUs must be multiples of 8 x --heads and 16 x ranks")
+    return device, text
 
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--cp", type=int, help="ranks that share rows (none: all)")
-    own.add_argument("--kind", default="gather", choices=KINDS, help="how keys and values reach the queries")
-    own.add_argument("--documents", action="store_true", help="each newline begins a document")
+    own.add_argument(
+        "--kind",
+        choices=KINDS,
+        default="gather",
+        help="how keys and values reach the queries",
+    )
+    own.add_argument(
+        "--documents",
+        action="store_true",
+        help="each newline begins a document",
+    )
     return read_flags(arguments, own)
 
 
