@@ -4,9 +4,9 @@ Idea
     The activations of a long row do not fit on one GPU, so its tokens are split across ranks. Norms and MLPs
     treat each token alone, but a query needs the keys and values (kv) of all tokens before it.
 
-    gather (Llama 3, arXiv 2407.21783, section 3.3.2): the ranks all-gather kv, and each computes attention of
+    Gather (Llama 3, arXiv 2407.21783, section 3.3.2): the ranks all-gather kv, and each computes attention of
     its own queries. Backward gathers kv again, so that each layer keeps only 1/N of them.
-    ring (arXiv 2310.01889) needs less memory, and hides messages: kv go round from rank to rank. A rank
+    Ring (arXiv 2310.01889) needs less memory, and hides messages: kv go round from rank to rank. A rank
     computes with some while others arrive, and after N-1 hops it has seen all.
     Ulysses (arXiv 2309.14509) sends less. Attention treats each head alone, so an all-to-all trades 1/N of
     the tokens of all heads for all tokens of 1/N of the heads. After attention another one trades back.
@@ -16,8 +16,8 @@ Idea
     With --documents a row has several, and a token sees the earlier ones of its own: the mask hides more.
 
 Timeline (forward on rank 2 of 4; in a ring's backward, gradients follow their kv a hop later)
-    gather  | all-gather of kv       | queries x kv of ranks 0, 1, 2, 3
-    ring    | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
+    Gather  | all-gather of kv       | queries x kv of ranks 0, 1, 2, 3
+    Ring    | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
             | kv of rank 1 arrive    | kv of rank 0   | kv of rank 3   |
     Ulysses | all-to-all of q and kv | 1/4 of the heads, all tokens    | all-to-all of the output
 
@@ -45,8 +45,8 @@ Run
 
 Left out
     Attention that is not causal; positions that start anew in each document. A ring sends on what nobody
-    needs: if no document is longer than a chunk, a rank needs kv of two others, not N-1. On GPUs attention is
-    a kernel that takes masks, not the fastest, and needs k and v with all heads of q.
+    needs: if no document is longer than a chunk, a rank needs kv of two others, not N-1. GPUs take the kernel
+    with masks, not the fastest: an error if k has fewer heads than q, or a masked chunk not 8 x n tokens.
     Not noticed: positions, as rotary angles, that are not sharded like the tokens; targets shifted after
     sharding, not before; targets to ignore, as the mean over ranks takes all to have equally many tokens.
 """
@@ -361,8 +361,8 @@ def check_and_set_up(config):
     if device.type == "cuda":
         if config.dtype == "fp64":
             refuse("--dtype fp64: the kernel for GPUs takes fp32 or bf16; use --device cpu")
-        if config.width % (8 * config.heads) or config.context % (16 * world_size):
-            refuse("--width and --context: on GPUs must be multiples of 8 x --heads and 16 x ranks")
+        if config.width % (8 * config.heads):
+            refuse(f"--width {config.width}: on GPUs must be a multiple of 8 x --heads {config.heads}")
     return device, text
 
 
