@@ -293,7 +293,7 @@ def attend(q, k, v, mask, is_causal):
 def attend_backward(grad, out, lse, q, k, v, mask, is_causal):
     """A block's part of the gradients of q, k, v. With lse of all keys, exp(score - lse) is a key's weight
     in the whole softmax, so these parts just add up (arXiv 2307.08691, section 3.1)."""
-    lse = lse.squeeze(-1).contiguous()
+    lse = lse.squeeze(-1)
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask

@@ -41,13 +41,21 @@ def mask_of(begins):
 
 @on_ranks(3)
 def check_attention(
-    name, kind="gather", begins=None, heads=(6, 2, 2), scale=1, dtype=torch.float64, limit=1e-12, ranks=None
+    name,
+    kind="gather",
+    begins=None,
+    heads=(6, 2, 2),
+    scale=1,
+    dtype=torch.float64,
+    limit=1e-12,
+    ranks=None,
+    tokens=12,
 ):
     """Output and gradients of q, k, v are those on one device; ranks: of a group of so many."""
     lesson = load(name)
     group, _ = dist.new_subgroups(ranks) if ranks else (None, None)
     size = dist.get_world_size(group)
-    n_tokens = 12 * size
+    n_tokens = tokens * size
     generator = torch.Generator().manual_seed(dist.get_rank() // size)
     whole = [scale * torch.randn(2, number, n_tokens, 5, generator=generator) for number in heads]
     whole = [x.to(dtype).double().requires_grad_() for x in whole]
@@ -72,7 +80,7 @@ def check_attention(
 @pytest.mark.parametrize("begins", [False, True])
 def test_attention_is_that_of_one_device(size, begins, kind):
     heads = (4 * size, 2 * size, 2 * size) if kind == "ulysses" else (6, 2, 2)
-    check_attention("context_parallel", size=size, kind=kind, begins=begins, heads=heads)
+    check_attention("context_parallel", size=size, kind=kind, begins=begins, heads=heads, tokens=24)
 
 
 @on_ranks(2)
@@ -370,9 +378,9 @@ MUTANTS = [
     ("self.documents[:, i, :, None]", "self.documents[:, i - 2, :, None]", check_packed, "output differs"),
     ("self.documents[:, i, :, None] ==", "self.documents[:, i, :, None] >=", check_probe, "logits of other"),
     ("(is_same, 0.0, -1e30)", "(is_same, 0.0, -math.inf)", check_packed, "output differs"),
-    ("0.0, -1e30).to(q.dtype)", "0.0, -1e30)", check_packed, "output differs"),
+    ("0.0, -1e30).to(q.dtype)", "0.0, -1e30)", partial(check_packed, tokens=96), "output differs"),
     ("first <= last.mT", "first < last.mT", check_packed, "output differs"),
-    ("first <= last.mT", "first < last.mT", check_skipped, "chunk 0 sees chunk 0"),
+    ("first <= last.mT", "first < last.mT", check_skipped, "sees chunk"),
     ("(first <= last.mT).any(0)", "(first <= last.mT).all(0)", check_skipped, "sees chunk"),
     ("(last == first.mT).all(0)", "(last == first.mT).any(0)", check_skipped, "another mask"),
     (".tril().tolist()", ".tolist()", check_balance, "not half of all products"),
@@ -383,14 +391,14 @@ MUTANTS = [
     ("received.unbind(), join", "received.unbind()[::-1], join", check_ulysses, "output differs"),
     ("[np.concatenate(layout.chunks)]", "[range(2 * layout.world_size)]", check_ulysses, "output differs"),
     ("layout.length * len(layout.chunks[layout.rank])", "q.shape[2]", check_errors, "nothing"),
-    ('layout.shard(weights["positions.weight"], 0)', 'weights["positions.weight"]', check_long, "losses differ"),
+    ('layout.shard(weights["positions.weight"], 0)', 'weights["positions.weight"]',
+     check_long, "losses differ"),
     ("layout.shard(targets, 1)", "layout.shard(targets, 1).roll(1, 1)", check_long, "losses differ"),
-    ("            param.grad /= world_size\n", "", check_long, "gradient norms differ"),
-    ("            dist.all_reduce(param.grad)\n", "", check_long, "gradient norms differ"),
+    ("            param.grad /= world_size\n", "", check_long, "losses differ"),
+    ("            dist.all_reduce(param.grad)\n", "", check_long, "losses differ"),
     ('inputs == ord("\\n")', "inputs == 0", check_documents, "losses differ"),
     ("q, k, v, mask, True, 0.0, is_causal", "q, k, v, mask, True, 0.0", check_gpu, "other kernels"),
     ("(0, -q.shape[2] % 32)", "(0, 0)", check_gpu, "rows, not 32"),
-    ("lse.squeeze(-1).contiguous()", "lse.squeeze(-1)", check_gpu, "of another form"),
     (".expand(*q.shape[:2], -1, -1)", "", check_gpu, "another mask"),
     ("            work.wait()\n", "            pass\n", check_gpu, "what a collective still writes"),
 ]  # fmt: skip
