@@ -103,7 +103,7 @@ class Layout:
         # It sees all of j if in all rows both are in one document. The host waits for this table.
         sees_some = (first <= last.mT).any(0)
         sees_all = (last == first.mT).all(0)
-        self.sees = (sees_some.int() + sees_all).tril().tolist()  # 0: nothing, 1: some, 2: all
+        self.sees = (sees_some.int() + sees_all).tril().cpu().tolist()  # 0: nothing, 1: some, 2: all
 
     def shard(self, x, dim):
         """This rank's tokens, of all tokens along dim."""

@@ -7,7 +7,8 @@ of a parameter's optimizer state; G so stepped at a time; f units gathered ahead
 over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
 is its mean. H parameters in Muon's matrices, O of them on the rank with most; o bytes of an outer momentum.
-Documents of the rank that has most take D FLOPs, a rank's M in the mean. H are diloco.py's steps from
+Documents of the rank that has most take D FLOPs, a rank's M in the mean (in context_parallel.py those of a
+microbatch). H are diloco.py's steps from
 exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
 """
 
@@ -77,6 +78,17 @@ def letters_of(lesson, config, ranks, backend):
     if hasattr(config, "costs"):
         letters["D"] = statistics.mean(map(max, config.costs))
         letters["M"] = statistics.mean(map(statistics.mean, config.costs))
+    if getattr(
+        config, "blocks", None
+    ):  # of microbatches with documents, of which a rank has 1/N of the tokens
+        square = (config.context / ranks / 2) ** 2
+        costs = []
+        for blocks in config.blocks:
+            blocks = [statistics.mean(blocks)] * ranks if config.kind == "ulysses" else blocks
+            of_tokens = 6 * letters["P"] * config.context / ranks
+            costs.append([of_tokens + 12 * config.layers * config.width * square * each for each in blocks])
+        letters["D"] = letters["b"] * statistics.mean(map(max, costs))
+        letters["M"] = letters["b"] * statistics.mean(map(statistics.mean, costs))
     if hasattr(config, "outer_lr"):
         letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
     if hasattr(lesson, "assign_owners"):
