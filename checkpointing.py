@@ -37,7 +37,7 @@ Run
     python checkpointing.py --size gpt2 --dtype bf16 --batch 64 --accum 8
 
 Left out
-    Refused: arguments, or tensors that backward needs, that are changed in place; another number of tensors
+    Refused: arguments, or tensors that backward needs, that are changed in place; fewer tensors
     the second time, or other shapes or dtypes, as when autocast ends before backward.
     Wrong, and not noticed: other values the second time, because of other random generators (numpy's, your
     own), or because tensors that are no arguments (parameters, those in a partial) change before backward;

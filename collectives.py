@@ -3,7 +3,7 @@
 Idea
     Each of N ranks has a tensor x. An all-reduce makes x the sum on all ranks. Two other collectives are its
     halves: a reduce-scatter cuts the sum into N chunks, of which each rank gets one, and an all-gather gives
-    all ranks all chunks. The lessons after this one are made of these three.
+    all ranks all chunks. In ddp.py and in zero1.py to zero3.py gradients and weights travel by these three.
 
     A message of S bytes takes about alpha + beta S seconds: a latency, and a time for each byte. So two
     numbers count: the rounds of messages, one after the other, and the bytes that a rank sends. A ring sends
@@ -14,10 +14,12 @@ Timeline (ring_all_reduce on three ranks: the chunk that a rank sends to its rig
     rank 0: reduce-scatter | 2 | 1 | all-gather | 0 | 2 |
     rank 1: reduce-scatter | 0 | 2 | all-gather | 1 | 0 |
     rank 2: reduce-scatter | 1 | 0 | all-gather | 2 | 1 |
+    Between the two halves rank r has the sum of chunk r.
 
 Memory (bytes on each of N ranks, with --train; P parameters)
     parameters    (w+c)P                 w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 masters, else 0
-    gradients     2mP+min(1,N-1)mP/N     m = 4 (8 in fp64): each .grad, a flat copy, and, if N > 1, one chunk
+    gradients     2mP+min(1,N-1)mP/N     m = 4 (8 in fp64): each .grad, a flat copy of all, and, if there are
+                                         other ranks, a chunk that comes from one
     optimizer     KP                     K = 8 for AdamW's two moments, 0 for SGD
 
 Sent (bytes, by each of N ranks; an x of S bytes)
@@ -30,21 +32,23 @@ Sent (bytes, by each of N ranks; an x of S bytes)
     ring_all_gather                      N-1       S(N-1)/N, where S is what a rank has in the end
     pairwise_all_to_all                  N-1       S(N-1)/N
     tree_broadcast                       lg N      S(N-1)/N in the mean of all ranks
-    If N is not a power of two, doubling and halving take two more rounds of S bytes, the tree a part of one.
+    If N is not a power of two, lg N is rounded up for the tree, and down for doubling and halving, which take
+    two more rounds of S bytes.
 
     send          2mP(N-1)/N             in each step of --train: gradients, by ring_all_reduce
 
 Run
     torchrun --nproc_per_node=4 collectives.py
-    torchrun --nproc_per_node=8 collectives.py --train --noise-scale --size gpt2-xl --dtype bf16 --batch 64
+    torchrun --nproc_per_node=8 collectives.py --train --size gpt2-xl --dtype bf16 --batch 64
     Without --train it prints how long each all-reduce takes, from 4 bytes to --megabytes. On one machine the
-    naive one may win, as all ranks share one memory, and in all of them the ranks together send 2(N-1)S or
-    more. With a link of 1 Gbit/s for each of 4 ranks (bench/hosts.sh 4 1gbit -- collectives.py, on Linux, as
-    root) the naive one took 405 ms for 8 MiB, the ring 111 ms.
+    naive one may win: the ranks share one memory, so what counts is all that they send together, and no
+    algorithm here sends less than its 2(N-1)S. With a link of 1 Gbit/s for each of 4 ranks (bench/hosts.sh
+    4 1gbit -- collectives.py, on Linux, as root) the naive one took 405 ms for 8 MiB, the ring 111 ms.
 
 Left out
     Algorithms that know which ranks share a node, several rings side by side, sums in the network: NCCL has
     them. Here a chunk arrives completely before it is added; gloo adds one part while the next travels.
+    Groups: all ranks of the world take part.
     Not noticed: ranks whose x differ in length or dtype. They get wrong sums, or gloo ends the process.
     An x that is not contiguous is an error of torch.
 """
@@ -64,160 +68,164 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-def naive_all_reduce(x, group=None):
+def naive_all_reduce(x):
     """All that an all-reduce does, if time does not matter: rank 0 adds up, and sends all others the sum."""
-    if dist.get_rank(group) > 0:
-        dist.send(x, group_dst=0, group=group)
-        dist.recv(x, group_src=0, group=group)
+    if dist.get_rank() > 0:
+        dist.send(x, 0)
+        dist.recv(x, 0)
         return
     received = torch.empty_like(x)
-    others = range(1, dist.get_world_size(group))
+    others = range(1, dist.get_world_size())
     for other in others:
-        dist.recv(received, group_src=other, group=group)
+        dist.recv(received, other)
         x += received
     for other in others:
-        dist.send(x, group_dst=other, group=group)
+        dist.send(x, other)
 
 
 # This works, but rank 0 receives N-1 tensors, one after the other, and then sends N-1, while the others wait:
-# with twice as many ranks it takes twice as long. In the algorithms below all ranks are busy in every round.
-# In a ring each rank adds up one chunk of x. With doubling, pairs of ranks add up all of x, then pairs of
-# pairs, and so on.
+# with twice as many ranks it takes twice as long. In a ring all ranks send in every round: x is cut into
+# chunks, and the sum of each chunk travels from rank to rank, each of which adds its part. With doubling,
+# pairs of ranks add up all of x, then pairs of pairs, and so on.
 
 
-def exchange(given, to, received, source, group):
+def exchange(given, to, received, source):
     """Send to rank `to` and receive from rank `source` at the same time. Rank N is rank 0, -1 is N-1.
 
     None for a tensor: do the other one alone."""
     ops = []
     for op, x, peer in (dist.irecv, received, source), (dist.isend, given, to):
         if x is not None:
-            peer %= dist.get_world_size(group)
-            ops.append(dist.P2POp(op, x, group=group, group_peer=peer))
+            if x.dim() > 1:
+                raise ValueError("x must have one dimension: pass x.flatten()")
+            peer %= dist.get_world_size()
+            ops.append(dist.P2POp(op, x, peer))
     # Both start before either is waited for. A send may last until its receiver is there, so if all ranks of
     # a ring waited for their sends first, none would ever receive.
     for work in dist.batch_isend_irecv(ops):
         work.wait()
 
 
-def ring_all_reduce(x, group=None):
+def ring_all_reduce(x):
     """Make x the sum of all ranks' x. All get the same bits, as each chunk is added up in one order."""
-    chunks = x.tensor_split(dist.get_world_size(group))  # views of x
-    reduce_chunks(chunks, group)
-    gather_chunks(chunks, group)
+    chunks = x.tensor_split(dist.get_world_size())  # views of x
+    reduce_chunks(chunks)
+    gather_chunks(chunks)
 
 
-def ring_reduce_scatter(x, group=None):
+def ring_reduce_scatter(x):
     """Return chunk `rank` of the sum of all ranks' x, cut by tensor_split."""
-    return reduce_chunks(x.clone().tensor_split(dist.get_world_size(group)), group)
+    return reduce_chunks(x.clone().tensor_split(dist.get_world_size()))
 
 
-def ring_all_gather(shard, group=None):
+def ring_all_gather(shard):
     """Return all ranks' shards, which are equally long, in the order of the ranks."""
-    out = shard.repeat(dist.get_world_size(group))
-    gather_chunks(out.tensor_split(dist.get_world_size(group)), group)
+    out = shard.repeat(dist.get_world_size())  # the others' shards overwrite all but one
+    gather_chunks(out.tensor_split(dist.get_world_size()))
     return out
 
 
-def reduce_chunks(chunks, group):
+def reduce_chunks(chunks):
     """Make chunk `rank` the sum of all ranks' chunks of this number, and return it. Overwrites the others."""
-    rank = dist.get_rank(group)
+    rank = dist.get_rank()
     buffer = torch.empty_like(chunks[0])  # no chunk is longer
     # The sum of chunk r starts on rank r+1 and travels to the right, once round the ring, to rank r. In each
-    # round a rank adds its own part to the sum that comes from the left. In the next it sends this sum on.
+    # round a rank adds its own part to the sum that comes from the left. In the next it sends this sum on
+    # (see the timeline).
     for i in range(1, len(chunks)):
         partial = chunks[rank - i - 1]  # indices below 0 count from the end: they go round the ring
         received = buffer[: len(partial)]
-        exchange(chunks[rank - i], rank + 1, received, rank - 1, group)
+        exchange(chunks[rank - i], rank + 1, received, rank - 1)
         partial += received
     return chunks[rank]
 
 
-def gather_chunks(chunks, group):
+def gather_chunks(chunks):
     """Copy chunk `rank` of each rank to all others. What comes in one round is sent on in the next."""
-    rank = dist.get_rank(group)
+    rank = dist.get_rank()
     for i in range(len(chunks) - 1):
-        exchange(chunks[rank - i], rank + 1, chunks[rank - i - 1], rank - 1, group)
-
-
-def recursive_doubling_all_reduce(x, group=None):
-    """Make x the sum of all ranks' x. With each round it is a sum over twice as many ranks."""
-    received = torch.empty_like(x)
-    with folded(x, group) as partners:
-        for partner in partners:
-            exchange(x, partner, received, partner, group)
-            x += received
-
-
-def halving_doubling_all_reduce(x, group=None):
-    """Make x the sum of all ranks' x, by halving (a reduce-scatter), then doubling (an all-gather)."""
-    kept = x
-    halves = []
-    with folded(x, group) as partners:
-        # Both partners have the same part of x to add up. Each takes one half of it, and gets the other's.
-        for partner in partners:
-            low, high = kept.tensor_split(2)
-            kept, given = (low, high) if dist.get_rank(group) < partner else (high, low)
-            received = torch.empty_like(kept)
-            exchange(given, partner, received, partner, group)
-            kept += received
-            halves.append((kept, given, partner))
-        # Now each has a chunk of the sum. The same partners in reverse order give each other what they kept.
-        for kept, given, partner in reversed(halves):
-            exchange(kept, partner, given, partner, group)
+        exchange(chunks[rank - i], rank + 1, chunks[rank - i - 1], rank - 1)
 
 
 @contextmanager
-def folded(x, group):
+def folded(x):
     """Yield this rank's partners, one for each round: the ranks whose number differs from its own in one bit.
 
-    This takes a power of two of ranks. Ranks beyond the largest one hand their x to another rank before, have
-    no partners, and get the sum after."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    # The last one differs in the highest bit of N. If both exist, the larger is beyond the power of two.
+    This takes a power of two of ranks. Ranks beyond it are folded into the first ones: they hand over their x
+    before, have no partners, and get the sum after (of 6 ranks, 4 is folded into 0, and 5 into 1)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # `other` differs in the highest bit of N (of 6 ranks: 0 and 4, 1 and 5; 2 and 3 have no other).
     *partners, other = [rank ^ 2**i for i in range(world_size.bit_length())]
-    # Not by dist.send: a group's first batch, with NCCL, waits until all its ranks have one.
-    if other < rank:  # this rank is beyond the power of two
-        exchange(x, other, None, None, group)
+    # With NCCL all ranks must take part in the first batch_isend_irecv, so this is no dist.send.
+    if other < rank:  # this rank is folded into the other
+        exchange(x, other, None, None)
         yield []
-        exchange(None, None, x, other, group)
-    elif other < world_size:  # the other rank is
+        exchange(None, None, x, other)
+    elif other < world_size:  # the other is folded into this one
         received = torch.empty_like(x)
-        exchange(None, None, received, other, group)
+        exchange(None, None, received, other)
         x += received
         yield partners
-        exchange(x, other, None, None, group)
+        exchange(x, other, None, None)
     else:
         yield partners
 
 
-def tree_broadcast(x, src=0, group=None):
+def recursive_doubling_all_reduce(x):
+    """Make x the sum of all ranks' x. With each round it is a sum over twice as many ranks."""
+    received = torch.empty_like(x)
+    with folded(x) as partners:
+        for partner in partners:
+            exchange(x, partner, received, partner)
+            x += received
+
+
+def halving_doubling_all_reduce(x):
+    """Make x the sum of all ranks' x, by halving (a reduce-scatter), then doubling (an all-gather)."""
+    kept = x
+    halves = []
+    with folded(x) as partners:
+        # Both partners have the same part of x to add up. Each keeps one half of it, gives the other half
+        # away, and receives what the partner has in the half that it keeps.
+        for partner in partners:
+            low, high = kept.tensor_split(2)
+            kept, given = (low, high) if dist.get_rank() < partner else (high, low)
+            received = torch.empty_like(kept)
+            exchange(given, partner, received, partner)
+            kept += received
+            halves.append((kept, given, partner))
+        # Now each has a chunk of the sum. In reverse order the same partners send each other what they have.
+        for kept, given, partner in reversed(halves):
+            exchange(kept, partner, given, partner)
+
+
+def tree_broadcast(x, src=0):
     """Copy rank src's x to all. In each round every rank that has it sends it to one that does not."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     place = (rank - src) % world_size  # as if src were rank 0
     reached = 1  # the places below this have x
     while reached < world_size:
-        if place < min(reached, world_size - reached):
-            dist.send(x, group_dst=(rank + reached) % world_size, group=group)
+        if place < reached and place + reached < world_size:
+            dist.send(x, (rank + reached) % world_size)
         elif reached <= place < 2 * reached:
-            dist.recv(x, group_src=(rank - reached) % world_size, group=group)
+            dist.recv(x, (rank - reached) % world_size)
         reached *= 2
 
 
-def pairwise_all_to_all(x, group=None):
+def pairwise_all_to_all(x):
     """Return chunk `rank` of each rank's x, in the order of the ranks. Each round has other partners."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = x.tensor_split(world_size)
-    out = chunks[rank].repeat(world_size, 1)
+    out = chunks[rank].repeat(world_size, 1)  # the others' chunks overwrite all rows but one
     for i in range(1, world_size):
         to = (rank + i) % world_size
-        exchange(chunks[to], to, out[rank - i], rank - i, group)
+        exchange(chunks[to], to, out[rank - i], rank - i)
     return out.flatten()
 
 
 def compare(config):
     """Print how many ms each all-reduce takes, and the library's, for 4 bytes, 32 bytes and so on."""
-    device, _ = set_up(config, replicas=1)
+    device, _ = set_up(config, replicas=1)  # no batch is divided here
     doubling = recursive_doubling_all_reduce, halving_doubling_all_reduce
     all_reduces = naive_all_reduce, ring_all_reduce, *doubling, dist.all_reduce
     x = torch.zeros(1, device=device)
@@ -237,18 +245,6 @@ def compare(config):
         x = x.repeat(8)
 
 
-def gradient_noise(sum_of_squares, square_of_mean, n, samples):
-    """Estimate the variance of one sequence's gradient, and the squared norm of the true gradient.
-
-    Given are, of n ranks' gradients in a batch of so many samples, the sum of their squared norms and the
-    squared norm of their mean (arXiv 1812.06162, A.1). The quotient is the noise scale: while the batch is
-    much smaller, a larger one saves steps; if it is much larger, it saves none."""
-    # A gradient over a batch of B has a squared norm of G^2 + t/B in the mean: G is the true gradient, t the
-    # variance. Known for B = samples and B = samples/n, these are two equations for t and G^2.
-    trace = samples / n * (sum_of_squares - n * square_of_mean) / (n - 1)
-    return torch.stack([trace, square_of_mean - trace / samples])
-
-
 def average_gradients(grads):
     """Make the gradients their mean over all ranks: they travel as one message, as large ones are faster."""
     flat_grad = nn.utils.parameters_to_vector(grads)
@@ -260,12 +256,9 @@ def average_gradients(grads):
 def train(config):
     device, text = set_up(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if config.noise_scale and world_size == 1:
-        refuse("--noise-scale: compares the gradients of ranks, so it needs two or more")
-    # The optimizer updates fp32 masters in bf16, too. `weights` are casts of them, for forward and backward.
+    # In bf16 small updates would be lost: the optimizer updates fp32 weights, which a step casts to bf16.
     model = GPT(config).to(device, torch.promote_types(DTYPES[config.dtype], torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
-    noise = 0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device, rank, world_size)
@@ -277,16 +270,12 @@ def train(config):
             microloss.backward()
             loss += microloss.detach()
         grads = [param.grad for param in model.parameters()]
-        sums = torch.stack([loss, nn.utils.get_total_norm(grads) ** 2])
-        ring_all_reduce(sums)
         average_gradients(grads)
+        recursive_doubling_all_reduce(loss)  # a small one, in few rounds
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        noise = 0.95 * noise + gradient_noise(sums[1], grad_norm**2, world_size, config.batch)
-        if config.noise_scale and rank == 0:
-            print(f"noise scale {(noise[0] / noise[1]).item():.1f} sequences")
         optimizer.step()
         model.zero_grad()
-        print_step(config, step, sums[0] / world_size, grad_norm, started)
+        print_step(config, step, loss / world_size, grad_norm, started)
     if config.save and rank == 0:
         save_weights(model.to(DTYPES[config.dtype]).state_dict(), config.save)
 
@@ -294,7 +283,6 @@ def train(config):
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--train", action="store_true", help="train with ring_all_reduce")
-    own.add_argument("--noise-scale", action="store_true", help="train, print the gradient noise scale")
     own.add_argument("--megabytes", type=float, default=20, help="the largest size without --train")
     return read_flags(arguments, own, megabytes=(0, 1e6))
 
@@ -434,5 +422,5 @@ def save_weights(state_dict, path):  # at the end, on rank 0
 
 if __name__ == "__main__":
     config = parse()
-    (train if config.train or config.noise_scale else compare)(config)
+    (train if config.train else compare)(config)
     dist.destroy_process_group()

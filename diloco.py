@@ -3,17 +3,17 @@
 Idea
     In ddp.py all ranks average their gradients in every step, so they need fast links. Here N ranks may be
     far apart: each trains a copy of the model with an optimizer of its own, on its part of each batch, and
-    they exchange something only once in H steps (--inner-steps). By then each rank has moved from the weights
-    that all had to other ones. Where they started minus where they are is the outer gradient. It is averaged
-    over all ranks, and a second optimizer, SGD with Nesterov momentum, updates the weights from which all had
-    started. From these weights all go on (DiLoCo, arXiv 2311.08105). With --outer-lr 1 there is no momentum,
-    and the new weights are just the mean of the ranks' (local SGD, arXiv 1805.09767).
+    the ranks exchange something only once in H steps (--inner-steps). All start from the same weights, which
+    are called the outer weights. After H steps each rank has moved to other ones. The outer weights minus
+    the rank's own are its outer gradient. It is averaged over all ranks, and a second optimizer, SGD with
+    Nesterov momentum, updates the outer weights by it. All ranks go on from there (DiLoCo, arXiv 2311.08105).
+    With --outer-lr 1 --outer-momentum 0 that is the mean of the ranks' weights (local SGD, arXiv 1805.09767).
 
-    While all weights travel, nothing is computed. So --fragments cuts them into parts, which are exchanged in
-    turn, and --delay lets training go on while a part travels (Streaming DiLoCo, arXiv 2501.18512).
+    While the outer gradient travels, nothing is computed. So --fragments cuts weights into parts, which are
+    exchanged in turn, and --delay lets training go on while a part travels (Streaming DiLoCo, 2501.18512).
 
-    Losses are not single.py's, as each optimizer sees 1/N of a batch and has moments of its own. They are
-    with --inner-steps 1 --outer-lr 1 --optim sgd --clip inf: this is ddp.py.
+    Losses differ from single.py's, as each optimizer sees 1/N of a batch and has moments of its own. With
+    --inner-steps 1 --outer-lr 1 --outer-momentum 0 --optim sgd --clip inf this is ddp.py, and they are equal.
 
 Timeline (above: one fragment; below: two, A and B, with --delay)
     compute | H steps                 |          | H steps                 |          | H steps
@@ -22,14 +22,14 @@ Timeline (above: one fragment; below: two, A and B, with --delay)
     compute | H/2 steps  | H/2 steps  | H/2 steps  | H/2 steps  | H/2 steps ...
     network |            | A          | B          | A          | B
 
-Memory (bytes on each rank; P parameters)
-    parameters    (w+c+m)P      w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 masters, else 0; m = 4 for
-                                the outer weights (in fp64 w = m = 8)
+Memory (bytes on each rank; P parameters; numbers for fp32 and bf16: in fp64 w = m = o = 8 and K = 16)
+    parameters    (w+c+m)P      w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 weights, else 0; m = 4 for
+                                the outer weights
     gradients     mP            inner or outer ones; a fragment's outer ones on top if there is a --delay
     optimizer     (K+o)P        K = 8 for AdamW's two moments, 0 for SGD; o = 4 for the outer momentum, or 0
 
 Sent (bytes, by each of N ranks, in H steps)
-    all-reduce    2mP(N-1)/N    in a ring (see collectives.py); ddp.py sends this in each step
+    all-reduce    2mP(N-1)/N    in a ring (see collectives.py); ddp.py sends 2wP(N-1)/N in each step
 
 Run
     torchrun --nproc_per_node=2 diloco.py
@@ -41,9 +41,11 @@ Left out
     Replicas of several GPUs (zero3.py inside each, this between them); outer weights and momentum that are
     sharded, or on the host; exchanges in 4 bits; ranks that join, leave, or take fewer steps.
     Buffers, such as BatchNorm's statistics, are not averaged: each rank keeps those of its own batches.
-    Not noticed: bf16 parameters, in which small updates are lost (exchange fp32 copies, as Masters does);
-    weights that are loaded once DiLoCo has been made (the next exchange mixes them with the old ones);
-    the end of training without average(), where ranks have different weights.
+    The outer weights and their momentum are not saved: whoever goes on from saved weights starts anew.
+    Not noticed: bf16 parameters, in which small updates are lost (keep them in fp32, and cast them for the
+    forward, as train() does); weights that are loaded after DiLoCo is made (the next exchange mixes them with
+    the old ones); a step() for each microbatch, which makes H smaller; the end of training without average(),
+    where ranks have different weights.
     A rank that calls step() less often than the others lets them wait, until torch's timeout ends the job.
 """
 
@@ -59,13 +61,13 @@ import torch.distributed as dist
 import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
+from torch._utils import _unflatten_dense_tensors as unflatten  # (flat, tensors): views of flat, shaped alike
 
 
 class DiLoCo:
-    """Exchanges the parameters that an optimizer updates. In one piece, this would do once in inner_steps:
+    """Exchanges a module's parameters. In one piece, this would do once in inner_steps:
 
-        outer.grad = outer - inner        # where all started, minus where this rank is: a gradient
+        outer.grad = outer - inner        # where all started, minus where this rank is
         dist.all_reduce(outer.grad)
         outer.grad /= dist.get_world_size()
         outer_optimizer.step()            # the same on all ranks
@@ -79,23 +81,24 @@ class DiLoCo:
 
     def __init__(
         self,
-        params,
+        module: nn.Module,
         inner_steps: int,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         fragments: int = 1,
         delay: int = 0,
     ):
-        self.params = list(params)
+        self.module = module
         self.interval = inner_steps // fragments  # steps from one fragment's start to the next one's
         self.delay = delay
         self._check_arguments(inner_steps, fragments)
-        flat_param = torch.cat([param.detach().flatten() for param in self.params])
+        params = list(module.parameters())
+        flat_param = torch.cat([param.detach().flatten() for param in params])
         dist.broadcast(flat_param, 0)
         # The parameters become views of one flat tensor, so that a fragment is one message.
-        self.views = unflatten(flat_param, self.params)
-        for param, view in zip(self.params, self.views):
+        for param, view in zip(params, unflatten(flat_param, params)):
             param.data = view
+        self.addresses = [param.data_ptr() for param in params]
         self.inner = flat_param.tensor_split(fragments)  # views: what this rank trains
         self.outer = [nn.Parameter(fragment.clone()) for fragment in self.inner]  # the same on all ranks
         self.optimizer = torch.optim.SGD(self.outer, outer_lr, outer_momentum, nesterov=outer_momentum > 0)
@@ -104,18 +107,19 @@ class DiLoCo:
 
     def step(self):
         """Count a step of the inner optimizer, and start or finish a fragment's exchange if it is time to."""
-        self._check_views()
+        self._check_addresses()
         self.steps += 1
-        turn, steps_since = divmod(self.steps, self.interval)
-        if steps_since == 0:
-            self.start_all_reduce((turn - 1) % len(self.outer))
-        if self.reduce_work and steps_since == self.delay:
+        steps_since_start = self.steps % self.interval
+        if steps_since_start == 0:
+            turn = self.steps // self.interval - 1
+            self.start_all_reduce(turn % len(self.outer))
+        if self.reduce_work and steps_since_start == self.delay:
             self.finish_all_reduce()
 
     @torch.no_grad()
     def start_all_reduce(self, i):
         self.fragment = i
-        # An optimizer subtracts gradients. So it is start minus now, and the update goes from start to now.
+        # An optimizer subtracts a gradient. With lr 1 and no momentum: outer - (outer - inner) = inner.
         self.outer[i].grad = self.outer[i] - self.inner[i]
         self.reduce_work = dist.all_reduce(self.outer[i].grad, async_op=True)
 
@@ -128,8 +132,9 @@ class DiLoCo:
         # This updates one fragment: the others have no gradient, and an optimizer leaves them alone.
         self.optimizer.step()
         outer.grad = None
-        # During a delay this rank has trained the fragment further. Half of that stays: it is mixed with the
-        # outer weights, so ranks have different weights from now on, until average().
+        # During a delay this rank has trained the fragment further, and would lose that. So it goes on from
+        # halfway between its own weights and the outer ones (the paper's choice). From now on
+        # ranks differ, until average().
         self.inner[self.fragment].lerp_(outer, 0.5 if self.delay else 1)
 
     @torch.no_grad()
@@ -141,113 +146,75 @@ class DiLoCo:
             dist.all_reduce(fragment)
             fragment /= dist.get_world_size()
 
-    # A reader may skip to Masters: this turns mistakes that would go unnoticed into errors.
+    # A reader may skip to train(): this turns mistakes that would go unnoticed into errors.
 
     def _check_arguments(self, inner_steps, fragments):
         if inner_steps % fragments or not 0 <= self.delay < self.interval:
             raise ValueError("inner_steps must be a multiple of fragments, delay less than the quotient")
-        if len({param.dtype for param in self.params}) != 1:
-            raise ValueError("params must be of one dtype, and at least one")
+        if len({param.dtype for param in self.module.parameters()}) != 1:
+            raise ValueError("the module's parameters must be of one dtype, and at least one")
 
-    def _check_views(self):
-        if any(param.data_ptr() != view.data_ptr() for param, view in zip(self.params, self.views)):
-            raise RuntimeError(
-                "move, cast and replace parameters before you make a DiLoCo of them, not after"
-            )
-
-
-class Masters:
-    """`params` are what the optimizer updates and what is exchanged: the module's parameters.
-
-    If these are in bf16, in which small updates are lost, params are fp32 copies of them: master weights
-    (arXiv 1910.02054, section 3.1). move_grads() moves the gradients there, write_weights() rounds back."""
-
-    def __init__(self, module):
-        self.weights = list(module.parameters())
-        self.params = self.weights
-        self.are_copies = self.weights[0].dtype == torch.bfloat16
-        if self.are_copies:
-            self.params = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-
-    def move_grads(self):
-        if self.are_copies:
-            for weight, param in zip(self.weights, self.params):
-                param.grad = weight.grad.float()
-                weight.grad = None
-
-    @torch.no_grad()
-    def write_weights(self):
-        if self.are_copies:
-            torch._foreach_copy_(self.weights, self.params)
+    def _check_addresses(self):
+        if [param.data_ptr() for param in self.module.parameters()] != self.addresses:
+            raise RuntimeError("move, cast, add and replace parameters before you make a DiLoCo, not after")
 
 
 def train(config):
-    choices = f"outer lr {config.outer_lr} | fragments {config.fragments} | delay {config.delay}"
-    device, text = set_up(config, f" | inner steps {config.inner_steps} | {choices}")
+    outer = f"outer lr {config.outer_lr} | outer momentum {config.outer_momentum}"
+    turns = f"inner steps {config.inner_steps} | fragments {config.fragments} | delay {config.delay}"
+    device, text = set_up(config, f" | {outer} | {turns}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    masters = Masters(model)
-    optimizer = OPTIMIZERS[config.optim](masters.params, lr=config.lr, fused=True)
-    momentum = 0.9 if config.outer_lr < 1 else 0
-    rhythm = {"inner_steps": config.inner_steps, "fragments": config.fragments, "delay": config.delay}
-    diloco = DiLoCo(masters.params, outer_lr=config.outer_lr, outer_momentum=momentum, **rhythm)
-    for step in range(1, config.steps + 1):
-        steps_in_line = (step - 1) % config.inner_steps + 1
-        if steps_in_line == 1:
-            started = time.perf_counter()
-            sums = torch.zeros(2, dtype=torch.float64, device=device)
-        batches = microbatches(config, text, step, device, rank, world_size)
-        sums += inner_step(config, model, masters, optimizer, batches)
-        is_last_in_line = steps_in_line == config.inner_steps or step == config.steps
-        if is_last_in_line:
-            dist.all_reduce(sums)  # before diloco.step(), as it would wait behind a fragment
-        diloco.step()
-        masters.write_weights()
-        if is_last_in_line:
-            print_means(config, step, sums / world_size, steps_in_line, started)
+    # In bf16 small updates would be lost, so fp32 weights are trained and exchanged.
+    model = GPT(config).to(device, torch.promote_types(DTYPES[config.dtype], torch.float32))
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    outer_options = config.outer_lr, config.outer_momentum
+    diloco = DiLoCo(model, config.inner_steps, *outer_options, config.fragments, config.delay)
+    steps = range(1, config.steps + 1)
+    for first in range(0, config.steps, config.inner_steps):
+        started = time.perf_counter()
+        sums = 0
+        line = steps[first : first + config.inner_steps]  # the steps of a printed line
+        for step in line:
+            batches = microbatches(config, text, step, device, rank, world_size)
+            sums += inner_step(config, model, optimizer, batches)
+            if step == line[-1]:
+                dist.all_reduce(sums)  # first: queued after a fragment, it would wait for it
+            diloco.step()
+        loss, grad_norm = (sums / world_size / len(line)).cpu()  # waits for the device
+        now = time.perf_counter()
+        print_step(config, step, loss, grad_norm, now - (now - started) / len(line))
     diloco.average()
-    masters.write_weights()
     if config.save and rank == 0:
-        save_weights(model.state_dict(), config.save)
+        save_weights(model.to(DTYPES[config.dtype]).state_dict(), config.save)
 
 
-def inner_step(config, model, masters, optimizer, batches):
+def inner_step(config, model, optimizer, batches):
     """A step of this rank alone. Returns its loss and the norm of its gradient before clipping, (2,)."""
+    # A cast keeps nothing for backward, so the backward of each microbatch may go through the same ones.
+    weights = {name: param.to(DTYPES[config.dtype]) for name, param in model.named_parameters()}
     loss = 0
     for inputs, targets in batches:
         # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
-        microloss = mean_loss(model(inputs), targets) / config.accum
+        microloss = mean_loss(torch.func.functional_call(model, weights, inputs), targets) / config.accum
         microloss.backward()
         loss += microloss.detach()
-    masters.move_grads()
-    grad_norm = nn.utils.clip_grad_norm_(masters.params, config.clip)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()
     optimizer.zero_grad()
     return torch.stack([loss, grad_norm])
 
 
-def print_means(config, step, sums, steps, started):
-    """Print a line for so many steps: their mean loss, norm and time."""
-    loss, grad_norm = (sums / steps).cpu()
-    now = time.perf_counter()
-    print_step(config, step, loss, grad_norm, now - (now - started) / steps)
-
-
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument(
-        "--inner-steps", type=int, default=5, help="steps of a rank alone, from an exchange to the next"
-    )
-    own.add_argument(
-        "--outer-lr", type=float, default=0.7, help="1 or more: without outer momentum; 1: local SGD"
-    )
-    own.add_argument("--fragments", type=int, default=1, help="parts of the weights, exchanged in turn")
-    own.add_argument("--delay", type=int, default=0, help="steps that are computed while a fragment travels")
-    config = read_flags(arguments, own, outer_lr=(0, 1e9), delay=(0, 1_048_576))
-    if config.inner_steps % config.fragments:
-        refuse(f"--fragments {config.fragments}: must divide --inner-steps {config.inner_steps}")
-    if config.delay >= config.inner_steps // config.fragments:
-        refuse(f"--delay {config.delay}: must be less than --inner-steps / --fragments")
+    add = own.add_argument
+    add("--inner-steps", type=int, default=5, help="steps of a rank alone, from an exchange to the next")
+    add("--outer-lr", type=float, default=0.7)
+    add("--outer-momentum", type=float, default=0.9, help="Nesterov's; 0, with --outer-lr 1: local SGD")
+    add("--fragments", type=int, default=1, help="parts of the weights, exchanged in turn")
+    add("--delay", type=int, default=0, help="steps that are computed while a fragment travels")
+    config = read_flags(arguments, own, outer_lr=(0, 1e9), outer_momentum=(0, 1), delay=(0, 1_048_576))
+    if config.inner_steps % config.fragments or config.delay >= config.inner_steps // config.fragments:
+        refuse("--fragments must divide --inner-steps, and --delay must be less than the quotient")
     return config
 
 

@@ -6,28 +6,29 @@ Idea
 
     bsp (bulk synchronous parallel): all wait for all. The mean of N pushes, one of each worker, makes one
     update, as in ddp.py. One slow worker makes all of them slow.
-    asp (asynchronous): nobody waits. Each push makes an update of its own. If others came since its pull, it
-    is stale: it is the gradient of older weights than those that it updates (Dean et al., NIPS 2012, 4.1).
-    ssp (stale synchronous): a worker may be ahead of the slowest by S pushes (--staleness), but begins no
-    task if it is further ahead. So no push is too stale (Ho et al., NIPS 2013, section 2).
+    asp (asynchronous): no worker waits for another. Each push makes an update of its own. If others came
+    since its pull, it is stale: the gradient of older weights than those that it updates (Dean et al., NIPS
+    2012, 4.1).
+    ssp (stale synchronous): a worker may begin a task if it is at most S pushes (--staleness) ahead of the
+    slowest (Ho et al., NIPS 2013, section 2). So no push is too stale: at most (N-1)(2S+1) updates come
+    between a pull and its push. At the pull each of the N-1 others is at most S pushes behind this worker;
+    and until its push each gets at most S+1 ahead of it, as it begins its last task at most S ahead.
 
-    Here all are threads of one process, and the N pushes of a step's N shares need not come in order.
+    Here the server and the workers are threads of one process.
 
 Timeline (asp)
-    the server | pulls                       | update | pull                 | update |      | update |
+    the server | sends                       | update | sends                | update |      | update |
     worker 0   | pull | forward and backward | push   | pull | forward and backward | push |
     worker 1   | pull | forward and backward, but more slowly                       | push   | pull ...
 
-Memory (bytes; P parameters of w bytes each: w = 4 in fp32, 2 in bf16, 8 in fp64)
-                  server       a worker
-    parameters    (w+c)P       wP          c = 4 in bf16, for fp32 masters, else 0
-    gradients     wP+3cG/2     wP          in bf16 MasterWeights copies G = 2^24 at a time, or one tensor's
-    optimizer     KP           0           K = 8 for AdamW's two moments (fp64: 16), 0 for SGD
+Memory (bytes; P parameters)
+                  server    a worker
+    parameters    mP        wP          w = 4 in fp32, 2 in bf16; m = 4, as the server's are fp32 in bf16, too
+    gradients     mP        wP
+    optimizer     KP        0           K = 8 for AdamW's two moments, 0 for SGD (in fp64 w = m = 8, K = 16)
 
-Sent (bytes through the server for N pushes, which one line of the output is about)
-    send    2NwP    for each push the weights that were pulled and the gradients
-    In ssp at most (N-1)(2S+1) updates come between a pull and its push: each of the N-1 others may be S
-    pushes behind this worker at the pull, and may get S+1 ahead before it has to wait.
+Sent (bytes to and from the server, in N pushes: one printed line)
+    send    2NwP    in each push the gradients, and before it the weights that were pulled
 
 Run
     python dp_async.py --mode asp --workers 4 --slow 4
@@ -35,8 +36,9 @@ Run
 
 Left out
     Servers in other processes, each with a shard of the weights; compressed pushes.
-    A worker that fails is left out, and another does its task; in bsp the run ends with its error.
+    If a worker fails, the run ends with its error. Downpour (Dean et al.) goes on without it.
     Each worker has its own buffers, such as BatchNorm's statistics: the server's never change.
+    Not noticed: a worker that hangs. In bsp and ssp the others wait for it, for ever.
     asp and ssp make N times as many updates as bsp. The learning rate is not adapted to that.
 """
 
@@ -49,7 +51,7 @@ import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
@@ -66,22 +68,31 @@ class Server:
 
         for shares in batches:
             for replica, share in zip(replicas, shares):
-                pull(replica)
+                pull(replica)                     # copy the weights into it
                 loss(replica, share).backward()
-            for param, *copies in zip(module.parameters(), *(each.parameters() for each in replicas)):
-                param.grad = sum(copied.grad for copied in copies) / N
+                push(replica)                     # add its gradients / N to those of the weights
             optimizer.step()
+            optimizer.zero_grad()
 
     This has two problems. Workers take turns. So here each has a thread, which calls take(), pull() and
-    push(), while the server's thread calls serve(). And even then an update waits for the slowest worker. So
-    here may_go_on() decides who waits: in bsp all do, in asp nobody, in ssp whoever is too far ahead.
+    push(), while the server's thread calls serve(). (They compute at the same time, as torch lets go of
+    Python's lock meanwhile.) And even then an update waits for the slowest worker. So here may_go_on()
+    decides who waits: in bsp all do, in asp nobody, in ssp whoever is too far ahead.
 
     tasks: an iterable of tuples, each of which is done by one worker. max_norm: for clipping."""
 
-    def __init__(self, module, optimizer, tasks, workers, mode, staleness=0, max_norm=math.inf):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tasks,
+        workers: int,
+        mode: str,
+        staleness: int = 0,
+        max_norm: float = math.inf,
+    ):
         self.module = module
         self.optimizer = optimizer
-        self.mode = mode
         self.most_ahead = {"bsp": 0, "ssp": staleness, "asp": math.inf}[mode]  # pushes
         self.max_norm = max_norm
         self.pushes_per_update = workers if mode == "bsp" else 1
@@ -89,27 +100,31 @@ class Server:
         # have changed it. While one waits for a condition, it lets go of the lock.
         self.condition = threading.Condition()
         self.tasks = deque(tasks)  # those that nobody has begun
-        self.doing = {}  # {worker: the task that it has begun and not pushed}
-        self.clocks = dict.fromkeys(range(workers), 0)  # {worker that has not failed: its pushes}
+        self.busy = set()  # workers that have begun a task whose push has not been applied
+        self.clocks = [0] * workers  # the pushes of each
         self.inbox = deque()  # pushes that wait for serve()
         self.version = 0  # the number of updates
-        self.ages = Counter()  # {staleness, in updates: pushes}
+        self.ages = Counter()  # {updates between a pull and its push: pushes}
         self.error = None
+        if len(self.tasks) % self.pushes_per_update:
+            raise ValueError("in bsp the tasks must be a multiple of the workers, or the last are never used")
 
     def may_go_on(self, worker):
         """The rule: a worker that begins a task is at most so many pushes ahead of the slowest."""
-        return self.clocks[worker] <= min(self.clocks.values()) + self.most_ahead
+        return self.clocks[worker] <= min(self.clocks) + self.most_ahead
 
     # What a worker calls, for each task.
 
     def take(self, worker):
-        """Wait until the worker may go on. Returns its task, or None if all have been done."""
+        """Wait until the worker may go on. Returns its task, or None if no task is left."""
         with self.condition:
-            # Without a task it waits for those that others do: if one fails, its task comes back.
-            self.condition.wait_for(lambda: self.may_go_on(worker) if self.tasks else not self.doing)
-            if self.tasks:
-                self.doing[worker] = self.tasks.popleft()
-            return self.doing.get(worker)
+            if worker in self.busy:
+                raise RuntimeError("a task ended without a push(): each must push once")
+            self.condition.wait_for(lambda: not self.tasks or self.may_go_on(worker))
+            if not self.tasks:
+                return None
+            self.busy.add(worker)
+            return self.tasks.popleft()
 
     @torch.no_grad()
     def pull(self, replica):
@@ -125,7 +140,8 @@ class Server:
         with self.condition:
             self.inbox.append((worker, replica, version, loss))
             self.condition.notify_all()
-            self.condition.wait_for(lambda: worker not in self.doing)
+            # The server reads the gradients where they are, so the next backward must not change them yet.
+            self.condition.wait_for(lambda: worker not in self.busy)
         replica.zero_grad()
 
     # What the server's thread does.
@@ -135,98 +151,62 @@ class Server:
         losses = []
         for _ in range(pushes):
             with self.condition:
-                self.condition.wait_for(lambda: self.error or self.inbox)
-                if self.error:
-                    raise self.error
+                self.condition.wait_for(lambda: self.inbox or self.has_ended())
+                if self.has_ended():
+                    raise self.error or RuntimeError("serve() waits for more pushes than there are tasks")
                 worker, replica, version, loss = self.inbox.popleft()
                 losses.append(loss)
                 self.ages[self.version - version] += 1
                 self.clocks[worker] += 1
-                del self.doing[worker]
-                norm = self.apply(worker, replica)
+                self.busy.remove(worker)
+                norm = self.apply(replica)
                 self.condition.notify_all()
         return torch.tensor(losses, dtype=torch.float64).mean(), norm
 
-    def apply(self, worker, replica):
+    def apply(self, replica):
         """Add a push to the gradients. With the last one of an update, make it. Returns the gradient norm."""
         for param, copied in zip(self.module.parameters(), replica.parameters()):
             if copied.grad is not None:
                 gradient = copied.grad.to(param.device, copy=True)
-                param.grad = gradient if param.grad is None else param.grad.add_(gradient)
-        # In bsp a worker that is ahead has pushed before others. The last one to push is ahead of nobody.
-        if self.mode == "bsp" and not self.may_go_on(worker):
-            return None
-        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm() / self.pushes_per_update
-        # Clipping and the mean over pushes in one factor.
-        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1) / self.pushes_per_update
-        torch._foreach_mul_(grads, scale.to(param))
+                param.grad = gradient.to(param.dtype) if param.grad is None else param.grad.add_(gradient)
+        if sum(self.clocks) % self.pushes_per_update:
+            return None  # more pushes belong to this update
+        for param in self.module.parameters():
+            if param.grad is not None:
+                param.grad /= self.pushes_per_update
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
         self.optimizer.step()
         self.module.zero_grad()
         self.version += 1
         return norm
 
-    # A reader may skip to work(): this is for workers that fail, and for updates that do.
+    def has_ended(self):
+        return self.error or not (self.inbox or self.busy or self.tasks)
 
-    def lose(self, worker, error):
-        """A worker failed: another does its task. In bsp, or if none is left, the run ends with its error."""
-        with self.condition:
-            del self.clocks[worker]  # or those ahead of it would wait for ever
-            if worker in self.doing:
-                self.tasks.appendleft(self.doing.pop(worker))
-            if self.mode == "bsp" or not self.clocks:
-                self.stop(error)
-            print(f"worker {worker} failed: {error!r}", file=sys.stderr)
-            self.condition.notify_all()
-
-    def stop(self, error):
-        """Let the workers end, and serve() raise the error."""
+    def close(self, error=None):
+        """Let all workers end, and serve() raise the error."""
         with self.condition:
             self.error = error
             self.tasks.clear()
-            self.doing.clear()
+            self.busy.clear()
             self.condition.notify_all()
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, kind, error, traceback):
-        self.stop(error)  # or the workers would wait for a server that is gone
-
-
-def work(server, worker, device, function, *arguments):
+def work(server, worker, device, dtype, function, *arguments):
     """A worker's thread: function(server, worker, replica, *task, *arguments) for one task after another."""
     # On GPUs autograd has one thread for each device, in which the backwards of workers that share a device
     # would take turns. With this a worker's backwards stay in its own thread.
     torch.autograd.set_multithreading_enabled(False)
     try:
-        replica = copy.deepcopy(server.module).to(device)
-        while task := server.take(worker):
+        replica = copy.deepcopy(server.module).to(device, dtype)
+        while (task := server.take(worker)) is not None:
             function(server, worker, replica, *task, *arguments)
     except BaseException as error:
-        server.lose(worker, error)
+        server.close(error)  # or all would wait for this worker
 
 
-class MasterWeights:  # updates fp32 copies of bf16 parameters, 64 MiB at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
-
-    @torch.no_grad()
-    def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
-
-
-def train_share(server, worker, replica, step, share, config, text, times):
-    """A task: push the gradient of a share of a step's batch, in `times` as much time as it takes."""
+def train_share(server, worker, replica, step, share, config, text, slowdown):
+    """A task: push the gradient of a share of a step's batch, in `slowdown` times the time that it takes."""
     batches = microbatches(config, text, step, replica.norm.weight.device, share, config.workers)
     version = server.pull(replica)
     started = time.perf_counter()
@@ -237,7 +217,7 @@ def train_share(server, worker, replica, step, share, config, text, times):
         microloss.backward()
         loss += microloss.detach()
     loss = loss.item()  # waits for the device
-    time.sleep((times - 1) * (time.perf_counter() - started))
+    time.sleep((slowdown - 1) * (time.perf_counter() - started))
     server.push(worker, replica, version, loss)
 
 
@@ -250,25 +230,25 @@ def train(config):
     # Without GPUs, each worker has a part of the cores.
     torch.set_num_threads(torch.get_num_threads() // config.workers or 1)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
-    devices = [torch.device(device.type, i % gpus) for i in range(config.workers)]
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    # In bf16 small updates would be lost, so the server's weights are in fp32.
+    dtype = DTYPES[config.dtype]
+    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
+    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     tasks = product(range(1, config.steps + 1), range(config.workers))
     server = Server(model, optimizer, tasks, config.workers, config.mode, config.staleness, config.clip)
-    with ThreadPoolExecutor(config.workers) as threads, server:
-        for worker, device in enumerate(devices):
-            times = 1 if worker else config.slow
-            threads.submit(work, server, worker, device, train_share, config, text, times)
+    # At the end of this block the server is closed: the workers end, and the pool waits for their threads.
+    with ThreadPoolExecutor(config.workers) as threads, closing(server):
+        for worker in range(config.workers):
+            device = torch.device(device.type, worker % gpus)
+            slowdown = 1 if worker else config.slow
+            threads.submit(work, server, worker, device, dtype, train_share, config, text, slowdown)
         # This is the server's thread. In asp and ssp the pushes of a printed step are any N.
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             print_step(config, step, *server.serve(config.workers), started)
-    print(f"staleness of the pushes: {dict(sorted(server.ages.items()))}")
+    print(f"updates between a pull and its push: {dict(sorted(server.ages.items()))}")
     if config.save:
-        save_weights(model.state_dict(), config.save)
+        save_weights(model.to(dtype).state_dict(), config.save)
 
 
 def parse(arguments=None):

@@ -3,32 +3,34 @@
 Idea
     A mixture of experts has X MLPs where a block had one. A router, a small linear layer, gives each token a
     probability for every expert, and sends it to the t most probable. Their outputs are added up, weighted by
-    gates, which are these probabilities (arXiv 1701.06538). So a layer has X times the parameters of an MLP,
-    but computes only t times as much.
+    gates: their probabilities, for t > 1 divided by the sum of the t (arXiv 1701.06538). So a layer has X
+    times the parameters of an MLP, but computes only t times as much.
 
     The experts are spread over a group of e ranks (--ep), X/e on each. An all-to-all takes tokens to the
     ranks of their experts, and another one brings the outputs back (GShard, arXiv 2006.16668).
 
     A rank whose experts are popular makes the others wait. So a loss pushes the router towards equal loads
-    (Switch, arXiv 2101.03961), counted over the tokens of all ranks (arXiv 2501.11873). With --balance bias,
-    a bias for each expert does so instead. It changes the choice, but not the gates (arXiv 2408.15664).
+    (Switch, arXiv 2101.03961), counted over the tokens of all ranks (arXiv 2501.11873). --bias-rate moves a
+    bias of each expert towards them, which changes the choice, but not the gates (arXiv 2408.15664).
 
-Timeline (rank 0 of 2 has tokens 0-2 and experts A, B; rank 1 has 3-5 and C, D; 0C: token 0 for C; of rank 0)
-    1 by token              0B 0C 1A 1B 2D 2A         all-gather of counts
-    2 by expert             1A 2A 0B 1B | 0C 2D       all-to-all: 0C and 2D go to rank 1
-    3 by rank, by expert    1A 2A 0B 1B | 3A 4B 5B
-    4 by expert, by rank    1A 2A 3A | 0B 1B 4B 5B    A and B compute
-    5 outputs go back       order 3; all-to-all; order 2; weighted and added up by token; backward: reversed
+Timeline (what rank 0 has. Of 2 ranks, 0 has tokens 0, 1, 2 and experts A, B; 1 has 3, 4, 5 and C, D)
+    1 by token              0B 0C 1A 1B 2D 2A         0B: token 0, for expert B; all-gather of counts
+    2 by expert             1A 2A 0B 1B 0C 2D         all-to-all: 0C and 2D go to rank 1
+    3 by rank, by expert    1A 2A 0B 1B | 3A 4B 5B    the last three have come from rank 1
+    4 by expert, by rank    1A 2A 3A | 0B 1B 4B 5B    A computes, then B
+    The outputs go back: order 3, all-to-all, order 2; then they are weighted and added up by token.
+    Backward does all this in reverse.
 
-Memory (bytes; U parameters in an expert, D outside of them; M = (L+1)//2 mixtures in L layers)
+Memory (bytes; U parameters in an expert, D in all else; M = (L+1)//2 mixtures in L layers)
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
     K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0; m bytes of a gradient: 4, in fp64 8
     parameters    (w+c)(D+MXU/e)
-    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, with k > 1 microbatches, bf16 ones beside them
+    gradients     (m+cmin(1,k-1)/2)(D+MXU/e)    in bf16, with k > 1 microbatches, 2 bytes more for each
     optimizer     K(D+MXU/e)
 
 Sent (bytes, by each of N ranks in each step of k microbatches, each of b sequences of s tokens on all ranks)
-    all-to-all    4wkM(tbsh/N)(e-1)/e           on average, without a --capacity-factor; h width
+    all-to-all    4wkM(tbsh/N)(e-1)/e           4: 2 in forward, 2 in backward; h width; on average, if no
+                                                choice is dropped
     all-gather    8kMX(N-1)                     how many tokens of each rank chose each expert
     all-reduce    2m(D(N-1)+MXU(N-e)/e)/N       gradients; experts' among the N/e ranks that have the same
 
@@ -42,8 +44,9 @@ Left out
     The router's z-loss and noise. Experts compute one after the other, not in a grouped product. All-to-alls
     and all-reduces do not overlap with computation. The host waits for the counts in each mixture and
     microbatch, as the sizes of messages depend on them; programs that must not wait use fixed shapes.
-    Not noticed: ranks with other numbers of tokens; a wrapper around an MoE, such as DDP, which gives the
-    experts of rank 0 to all ranks.
+    Activation checkpointing would send a mixture's messages once more. --save in bf16 rounds the biases, too.
+    Not noticed: ranks with other seeds or numbers of tokens; a wrapper around an MoE, such as DDP, which
+    gives rank 0's experts to all ranks; torch's clip_grad_norm_, whose norm differs from rank to rank.
 """
 
 import argparse
@@ -61,25 +64,38 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
+# Letters in comments say how a tensor differs over ranks (the notation of spmd_types): V it varies; P it is
+# a summand, and the sum over ranks is meant; R it is the same on all, but its gradients are P, summands; I it
+# is the same, and so is its gradient.
+
 
 class MoE(nn.Module):
-    """Mixture of `experts` MLPs, spread over a group. x (..., h) -> (..., h), the same shape on all ranks.
+    """Mixture of `experts` MLPs, spread over a group. x (..., h) -> (..., h), of one shape on all ranks.
 
-    Sets load (X,), how many tokens of all ranks chose each expert; dropped, the share of choices beyond an
-    expert's capacity; and balance_loss, whose mean over ranks is 1 if all are equally busy (2101.03961, 2.2).
-    It chooses by probability plus bias (X,), a buffer to be kept in fp32, which train() updates.
+    After forward: .balance_loss, to be added to the loss (its mean over ranks is 1 if all are equally busy;
+    2101.03961, 2.2); .load (X,), how many tokens of all ranks of the world chose each expert; .dropped, the
+    share of choices beyond an expert's capacity. After backward: call average_gradients() below.
+    It chooses by probability plus .bias (X,), a buffer, which train() updates.
     """
 
-    def __init__(self, width, hidden, experts, top_k, group=None, capacity_factor=math.inf):
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        group: dist.ProcessGroup | None = None,
+        capacity_factor: float = math.inf,
+    ):
         super().__init__()
         if experts % dist.get_world_size(group) or top_k > experts:
             raise ValueError(f"{experts} experts: must be a multiple of the group's ranks, at least top_k")
         self.top_k = top_k
         self.group = group
         self.capacity_factor = capacity_factor
-        self.router = nn.Linear(width, experts, bias=False)
-        self.register_buffer("bias", torch.zeros(experts))
-        self.experts = nn.ModuleDict()  # this rank's
+        self.router = nn.Linear(width, experts, bias=False)  # R
+        self.register_buffer("bias", torch.zeros(experts))  # R
+        self.experts = nn.ModuleDict()  # this rank's: V over the group, R over ranks that have the same
         for i in range(experts):
             # Every rank draws the weights of all, so that they do not depend on the world size.
             mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
@@ -87,44 +103,40 @@ class MoE(nn.Module):
                 self.experts[str(i)] = mlp
 
     def forward(self, x):
-        tokens = x.flatten(0, -2)  # (bs/N, h)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        probs = self.router(tokens).softmax(-1, dtype=wide)  # (bs/N, X)
-        _, chosen = (probs + self.bias).topk(self.top_k)  # (bs/N, t)
+        tokens = x.flatten(0, -2)  # (bs/N, h), V
+        probs = self.router(tokens).softmax(-1, dtype=self.bias.dtype)  # (bs/N, X), V; in bf16 runs fp32
+        _, chosen = (probs + self.bias).topk(self.top_k)  # (bs/N, t), V
         gates = probs.gather(-1, chosen)  # without the bias
         if self.top_k > 1:  # a lone gate must stay the probability, or the router gets no gradient
             gates = gates / gates.sum(-1, keepdim=True)
         chosen = chosen.flatten()  # order 1: choice j of token i is at i * t + j
-        counts = self.all_gather_counts(chosen)
-        kept = self.cut_to_capacity(counts)
-        total = counts.sum()
-        self.dropped = 1 - kept.sum() / total
-        share = self.load.to(probs) / total
-        even = 1 / len(share)
-        self.balance_loss = share @ probs.mean(0) / even
+        self.load, counts = self.all_gather_counts(chosen)  # R
+        kept = self.cut_to_capacity(counts)  # R
+        self.dropped = 1 - kept.sum() / counts.sum()
+        # Only probs has a gradient. It lowers most what a token gives to the experts that most tokens chose.
+        share = self.load.to(probs) / counts.sum()
+        self.balance_loss = share @ probs.mean(0) * len(share)  # V
 
         rank = dist.get_rank()
-        by_expert = chosen.argsort(stable=True)  # order 2: indices of choices
+        by_expert = chosen.argsort(stable=True)  # order 2, in choices' numbers; earlier tokens first
         parts = by_expert.split(counts[rank].tolist())
         choices = torch.cat([part[:places] for part, places in zip(parts, kept[rank])])
         token_ids = choices // self.top_k
-        outputs = self.run_experts(tokens[token_ids], kept)
-        gates = gates.flatten().to(x.dtype)
-        outputs = outputs * gates[choices, None]
+        outputs = self.run_experts(tokens[token_ids], kept)  # V
+        outputs = outputs * gates.flatten()[choices, None].to(x.dtype)
         mixed = torch.zeros_like(tokens).index_add_(0, token_ids, outputs)
-        return mixed.view_as(x)
+        return mixed.view_as(x)  # V
 
     def all_gather_counts(self, chosen):
-        """How many tokens of each rank chose each expert: (N, X), on the host, which waits for it."""
-        own_counts = chosen.new_zeros(self.router.out_features)
-        own_counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # for bincount() the host would wait
+        """How many tokens chose each expert (X,), and of each rank (N, X). For the latter the host waits."""
+        own_counts = F.one_hot(chosen, self.router.out_features).sum(0)  # V; bincount() would wait, too
         counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
         dist.all_gather(list(counts), own_counts)  # of the world: balance and capacity are over all tokens
-        self.load = counts.sum(0)
-        return counts.cpu()
+        return counts.sum(0), counts.cpu()
 
     def cut_to_capacity(self, counts):
-        """Cut counts (N, X) to the capacity: lower ranks, and in forward() earlier tokens, come first."""
+        """Cut counts (N, X) to the capacity. Lower ranks come first, and in forward() earlier tokens, so that
+        the same tokens are dropped for every N."""
         mean = counts.sum() / counts.shape[1]
         capacity = (self.capacity_factor * mean).ceil().clamp(min=4)  # 4: DeepSpeed's default min_capacity
         taken = counts.cumsum(0) - counts  # by tokens of earlier ranks
@@ -135,19 +147,17 @@ class MoE(nn.Module):
         """Send rows (order 2) to their experts' ranks, run the experts, return outputs in the same order."""
         ranks = dist.get_process_group_ranks(self.group)
         group_rank = dist.get_rank(self.group)
-        counts = kept[ranks]
-        counts = counts.unflatten(1, (len(ranks), -1))  # (from rank, to rank, expert there)
-        expert_counts = counts[:, group_rank]  # (from rank, this rank's expert)
+        counts = kept[ranks].unflatten(1, (len(ranks), -1))  # (from rank, to rank, its expert)
         sent = counts[group_rank].sum(1).tolist()
-        received = expert_counts.sum(1).tolist()
-        rows = AllToAll.apply(rows, sent, received, self.group)  # order 3
-        pieces = list(rows.split(expert_counts.flatten().tolist()))
+        arriving = counts[:, group_rank]  # (from rank, this rank's expert)
+        received = arriving.sum(1).tolist()
+        rows = AllToAll.apply(rows, sent, received, self.group)  # order 3, V -> V
+        pieces = list(rows.split(arriving.flatten().tolist()))
         for i, expert in enumerate(self.experts.values()):
             own = slice(i, None, len(self.experts))  # of the pieces: one from each rank
             output = expert(torch.cat(pieces[own]))  # order 4; run even if empty: .grad must not be None
-            pieces[own] = output.split(expert_counts[:, i].tolist())
-        outputs = torch.cat(pieces)  # order 3
-        return AllToAll.apply(outputs, received, sent, self.group)
+            pieces[own] = output.split(arriving[:, i].tolist())
+        return AllToAll.apply(torch.cat(pieces), received, sent, self.group)  # order 3 -> order 2
 
 
 class AllToAll(torch.autograd.Function):
@@ -165,28 +175,39 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad.contiguous(), *ctx.back), None, None, None
 
 
+def average_gradients(model, ep_group, expert_dp_group, max_norm):
+    """Make each .grad the mean over ranks, which have equally many tokens, and clip it. Returns the norm."""
+    squares = [0, 0]  # of others' gradients, of experts'
+    for name, param in model.named_parameters():
+        is_expert = ".experts." in name
+        replicas = expert_dp_group if is_expert else None  # None: the world
+        dist.all_reduce(param.grad, group=replicas)  # P -> I over these
+        # Experts', too, are sums over the tokens of all ranks: all-to-alls brought those of the group.
+        param.grad /= dist.get_world_size()
+        squares[is_expert] += param.grad.square().sum()
+    dist.all_reduce(squares[True], group=ep_group)  # P -> I over ranks that have other experts
+    norm = sum(squares).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
 def replace_mlps(model, config, group):
     """Replace the MLP of every other block by a mixture. Returns the mixtures."""
     mixtures = []
     for block in model.blocks[::2]:
         hidden, width = block.up.weight.shape
-        del block.up, block.down
-        block.up = block.down = torch.zeros_like  # an MLP that adds nothing
         block.moe = MoE(width, hidden, config.experts, config.top_k, group, config.capacity_factor)
-        block.register_forward_hook(add_mixture)
+        # Block is the same in every lesson: silence its MLP, and add the mixture to its output in a hook.
+        del block.up, block.down
+        block.up = block.down = torch.zeros_like
+        block.register_forward_hook(lambda block, inputs, x: x + block.moe(block.norm2(x)))
         mixtures.append(block.moe)
     return mixtures
 
 
-def add_mixture(block, inputs, x):
-    """Called with a block's output; what it returns takes its place."""
-    return x + block.moe(block.norm2(x))
-
-
 def train(config):
-    """Train with these flags. In bf16 `weights` are casts, whose graph each backward can use again."""
+    """Train. In bf16 `weights` are casts, which save nothing for backward: one graph serves all batches."""
     device, text, ep_group, expert_dp_group = set_up_groups(config)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[config.dtype]
     model = GPT(config)
     mixtures = replace_mlps(model, config, ep_group)
@@ -194,25 +215,24 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device)  # all ranks': capacity is filled in their order
+        batches = microbatches(config, text, step, device)  # of all ranks: capacity is over their tokens
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = loads = 0
         for batch in batches:
-            inputs, targets = (part.chunk(world_size)[rank] for part in batch)
-            microloss = mean_loss(functional_call(model, weights, inputs), targets)
+            inputs, targets = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch)  # V
+            microloss = mean_loss(functional_call(model, weights, inputs), targets)  # V
             loss += microloss.detach() / config.accum
-            total = microloss + config.loss_weight * sum(moe.balance_loss for moe in mixtures)
+            total = microloss + config.balance * sum(moe.balance_loss for moe in mixtures)
             (total / config.accum).backward()
-            loads += torch.stack([moe.load for moe in mixtures])  # (M, X)
+            loads += torch.stack([moe.load for moe in mixtures])  # (M, X), R
         grad_norm = average_gradients(model, ep_group, expert_dp_group, config.clip)
         optimizer.step()
         for moe, load in zip(mixtures, loads):
             moe.bias += config.bias_rate * (load.double().mean() - load).sign()
         model.zero_grad()
-        dist.all_reduce(loss)
-        print_step(config, step, loss / world_size, grad_norm, started)
-    if rank == 0:
-        print_loads(mixtures, loads)  # of the last step
+        dist.all_reduce(loss)  # P -> I
+        print_step(config, step, loss / dist.get_world_size(), grad_norm, started)
+    print_loads(mixtures, loads)
     if config.save:
         save(model.to("cpu", dtype), config.save)
 
@@ -220,27 +240,9 @@ def train(config):
 def print_loads(mixtures, loads):
     """Print mixtures' loads (M, X), MaxVio = max / mean - 1 (arXiv 2408.15664), last microbatch's drops."""
     for moe, load in zip(mixtures, loads.tolist()):
-        max_vio = max(load) / np.mean(load) - 1
-        print(f"tokens per expert {load} | MaxVio {max_vio:.2f} | dropped {moe.dropped:.1%}")
-
-
-def average_gradients(model, ep_group, expert_dp_group, max_norm):
-    """Make each .grad the mean over ranks, which have equally many tokens, and clip it. Returns the norm."""
-    squares = {"experts": 0, "others": 0}
-    for name, param in model.named_parameters():
-        kind = "others"
-        replicas = None  # the world
-        if ".experts." in name:
-            kind = "experts"
-            replicas = expert_dp_group
-        if dist.get_world_size(replicas) > 1:
-            dist.all_reduce(param.grad, group=replicas)
-        param.grad /= dist.get_world_size()  # experts', too: they are sums over the tokens of all ranks
-        squares[kind] += param.grad.square().sum()
-    dist.all_reduce(squares["experts"], group=ep_group)
-    norm = sum(squares.values()).sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+        line = f"tokens per expert {load} | MaxVio {max(load) / np.mean(load) - 1:.2f}"
+        if dist.get_rank() == 0:
+            print(f"{line} | dropped {moe.dropped:.1%}")
 
 
 def save(model, path):
@@ -254,12 +256,11 @@ def save(model, path):
 
 
 def set_up_groups(config):
-    """Check the flags and join. Returns device, text, the ranks that share experts, and those with ours."""
+    """Check the flags and join. Returns device, text, the ranks among which experts are split, and those that
+    have the same experts as this one."""
     world_size = int(os.getenv("WORLD_SIZE") or 1)
     largest_ep = math.gcd(world_size, config.experts)
     config.ep = config.ep or largest_ep
-    config.bias_rate = 0.005 if config.balance == "bias" else 0  # the paper's 0.001 is for longer runs
-    config.loss_weight = 0 if config.bias_rate else config.balance
     if largest_ep % config.ep:
         refuse(f"--ep {config.ep}: must divide the {world_size} ranks and --experts {config.experts}")
     if config.top_k > config.experts:
@@ -271,32 +272,26 @@ def set_up_groups(config):
     return device, text, ep_group, expert_dp_group
 
 
-def bias_or_weight(text):
-    """A value of --balance."""
-    if text == "bias":
-        return text
-    return float(text)
-
-
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--experts", type=int, default=8, help="in every other block")
-    own.add_argument("--top-k", type=int, default=2, help="experts of a token")
-    own.add_argument(
-        "--ep",
-        type=int,
-        help="ranks that share the experts (default: the most that divides ranks and experts)",
-    )
-    own.add_argument(
+    add = own.add_argument
+    add("--experts", type=int, default=8, help="in every other block")
+    add("--top-k", type=int, default=2, help="experts of a token")
+    add("--ep", type=int, help="ranks among which experts are split (default: as many as can be)")
+    add(
         "--capacity-factor",
         type=float,
         default=math.inf,
-        help="an expert's places over the mean tokens of an expert; at least 4 places (inf: any)",
+        help="most tokens of an expert over the mean; at least 4 tokens (inf: any)",
     )
-    own.add_argument(
-        "--balance", type=bias_or_weight, default=0.01, help="weight of the load-balance loss, or bias"
+    add("--balance", type=float, default=0.01, help="weight of the load-balance loss")
+    add(
+        "--bias-rate",
+        type=float,
+        default=0,
+        help="by which biases move; 0.005 suits short runs, 0.001 long ones",
     )
-    return read_flags(arguments, own, capacity_factor=(0, math.inf), balance=(0, 1e9))
+    return read_flags(arguments, own, capacity_factor=(0, math.inf), balance=(0, 1e9), bias_rate=(0, 1e9))
 
 
 # ==== toy model: the same lines in every lesson ====

@@ -1,18 +1,19 @@
 """Fusion: attention and loss in tiles, so that their largest tensors never exist, and a fused optimizer.
 
 Idea
-    Attention makes s x s scores for each head, and the loss v logits for each token. No other tensors of a
-    step are as large, and each of these numbers is needed for a moment only. So here a tile of them is
-    computed, used and dropped before the next one.
+    Attention makes s x s scores for each head, and the loss v logits for each token. No other activations are
+    as large, and each of these numbers is needed for a moment only. So here a tile of them is computed, used
+    and dropped before the next one.
 
     The difficulty is the softmax, which needs the maximum and the sum of a whole row. The online softmax
-    (arXiv 1805.02867) keeps both of the tiles so far. When a later tile has a larger maximum, it corrects the
-    sum. Flash attention (arXiv 2205.14135) corrects its output, too, and computes the scores again in
-    backward. The fused loss takes a chunk of tokens at a time. It computes the gradient of their logits at
-    once, and drops both.
+    (arXiv 1805.02867) keeps the maximum and the sum of the tiles so far. When a tile has a larger maximum, it
+    corrects the sum. Flash attention (arXiv 2205.14135) corrects its output, too, and computes the scores
+    again in backward. The fused loss takes a chunk of tokens at a time: it computes their logits and, at
+    once, the gradients of these.
 
-    Here each operator still reads and writes memory, so less is held, but not less moved. A kernel for a GPU
-    also keeps a tile in the chip's own memory, which is faster.
+    All this is made of torch's operators, which read and write memory: less is held, but not less moved. A
+    kernel for a GPU also keeps a tile in the chip's own memory, which is faster. So does the fused optimizer,
+    one of torch's kernels: it reads and writes each number once.
 
 Timeline
     | forward and loss | backward | all-reduce | clip, step |
@@ -25,9 +26,11 @@ Memory (bytes on each of N ranks; P parameters)
     parameters    (w+c)P
     gradients     2mP                             each parameter's, and all in one flat tensor
     optimizer     KP
-    activations   bs((16L+2)wh+(4L+2+aL)m)+whv    terms as in checkpointing.py
-    The loss keeps no logits but two gradients: that of x, and in whv that of the head. With --plain attention
-    there are 4mLabs^2 more.
+    activations   bs((16L+2)wh+(4L+2+aL)m)+whv
+    Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
+    1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. In place of logits the loss
+    holds two gradients: that of its input (h for each token), and in whv that of the head. --plain attention
+    adds (2m+w+1)Labs^2.
 
 Sent (bytes, by each of N ranks in each step)
     all-reduce    2mP(N-1)/N    in a ring
@@ -38,9 +41,10 @@ Run
     torchrun --nproc_per_node=2 fusion.py --plain attention loss    (these are then not fused)
 
 Left out
-    Kernels in CUDA or triton, dropout, other masks than the causal one. Errors: q, k and v of several shapes,
-    as with fewer key heads; targets to ignore (of torch: an index is too large). Not noticed: gradients of
-    gradients are wrong.
+    Kernels in CUDA or triton, dropout, other masks than the causal one.
+    Errors: q, k and v of several shapes, as with fewer key heads; targets to ignore, such as -100, which
+    torch's gather() refuses; gradients of gradients.
+    Under no_grad() the loss computes its gradients, too.
 """
 
 import argparse
@@ -64,7 +68,7 @@ CHUNK = 1024  # tokens whose logits are held at once
 
 
 def plain_attention(q, k, v):
-    """Causal attention of q, k, v (b, a, s, h/a), all of it, if memory does not matter."""
+    """Causal attention of q, k, v (b, a, s, h/a), with all scores at once."""
     weights = three_pass_softmax(scores(q, k))  # (b, a, s, s)
     return weights.to(v) @ v
 
@@ -83,18 +87,17 @@ def scores(q, k, diagonal=True):
 def three_pass_softmax(x):
     """Softmax over the last dim: a pass over x for the maximum, one for the sum, one for the results."""
     largest = x.amax(-1, keepdim=True)
-    exp = (x - largest).exp()
-    total = exp.sum(-1, keepdim=True)
-    return (x - largest).exp() / total
+    weights = (x - largest).exp()
+    return weights / weights.sum(-1, keepdim=True)
 
 
-# The problem is the size of the scores: a thousand tokens have a million for each head, which are there three
-# times in this softmax, and once more for backward. To work on a tile of a row, one must do without the
-# maximum and the sum of the whole row. add_tile() below is how.
+# All scores are too many to hold. A tile of a row has neither the row's maximum nor its sum: add_tile() does
+# without.
 
 
 def two_pass_softmax(x):
-    """The same. The first pass finds both the maximum and the sum (arXiv 1805.02867, algorithm 3)."""
+    """The same, in which one pass finds the maximum and the sum (arXiv 1805.02867, algorithm 3). A row whose
+    first tile is all -inf becomes NaN: among causal scores there is none."""
     largest = torch.full_like(x[..., :1], -math.inf)
     total = 0
     for tile in x.split(TILE, -1):
@@ -118,12 +121,11 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):
-        if not q.shape == k.shape == v.shape:
-            raise ValueError("q, k and v must have one shape: as many heads and tokens")
+        if not q.shape == k.shape == v.shape or q.dim() != 4:
+            raise ValueError("q, k and v must have one shape, (batch, heads, tokens, head's width)")
         out = torch.empty_like(q)
-        lse = torch.empty_like(q[..., :1], dtype=wide(q))
-        for i, queries in enumerate(tiles(q, out, lse)):
-            q_i, out_i, lse_i = queries
+        lse = torch.empty_like(q[..., :1], dtype=wide(q))  # log-sum-exp of each row's scores
+        for i, (q_i, out_i, lse_i) in enumerate(tiles(q, out, lse)):
             largest = torch.full_like(lse_i, -math.inf)
             total = 0
             weighted = 0
@@ -139,13 +141,15 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        assert not torch.is_grad_enabled(), "create_graph=True: attention has no gradients of gradients"
         q, k, v, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=wide(q))
         dk = torch.zeros_like(dq)
         dv = torch.zeros_like(dq)
-        delta = (grad * out).sum(-1, keepdim=True)  # the paper's D: each row's sum of weight x its gradient
-        for i, queries in enumerate(tiles(q, lse, grad, delta, dq)):
-            q_i, lse_i, grad_i, delta_i, dq_i = queries
+        # The weights' gradient is g = grad @ v.mT, that of the scores weights * (g - sum of weights * g). As
+        # out = weights @ v, this sum over a row is also that of grad * out (the paper's D).
+        delta = (grad * out).sum(-1, keepdim=True)
+        for i, (q_i, lse_i, grad_i, delta_i, dq_i) in enumerate(tiles(q, lse, grad, delta, dq)):
             for j, (k_j, v_j, dk_j, dv_j) in enumerate(tiles(k, v, dk, dv)[: i + 1]):
                 tile = scores(q_i, k_j, i == j)
                 weights = (tile - lse_i).exp()
@@ -167,6 +171,7 @@ def tiles(*tensors):
 
 
 def wide(x):
+    """Its dtype, but fp32 at least, in which softmax and sums are exact enough."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -194,7 +199,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             total = logits.sum(-1, keepdim=True)
             loss += (total.log() - of_target).sum()
             logits /= total  # now probabilities
-            logits.scatter_add_(1, targets_i, -torch.ones_like(of_target))
+            logits.scatter_add_(1, targets_i, -torch.ones_like(of_target))  # 1 less for the target
             logits /= len(x)  # now gradients
             logits = logits.to(x)
             grad_i.copy_(logits @ weight)
@@ -206,10 +211,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        assert not torch.is_grad_enabled(), "create_graph=True: the loss has no gradients of gradients"
         grad_x, grad_weight = ctx.saved_tensors
-        grad_x = grad_x * grad
-        grad_weight = grad_weight * grad
-        return grad_x, grad_weight, None
+        return grad_x * grad, grad_weight * grad, None
 
 
 linear_cross_entropy = LinearCrossEntropy.apply
@@ -230,25 +234,22 @@ def loss_of(model, plain, inputs, targets):
     x = model.norm(x)
     if "loss" in plain:
         return mean_loss(F.linear(x, model.tokens.weight), targets)
-    x = x.flatten(0, 1)
-    targets = targets.flatten()
-    return linear_cross_entropy(x, model.tokens.weight, targets)
+    return linear_cross_entropy(x.flatten(0, 1), model.tokens.weight, targets.flatten())
 
 
 def train(config):
-    """Train with these flags. In bf16 the model has fp32 masters, and `weights` are casts of them."""
     device, text = set_up(config, f" | plain: {' '.join(config.plain) or 'nothing'}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[config.dtype]
     model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
     model.forward = partial(loss_of, model, config.plain)
-    kernels = {"fused": True}
-    if "optimizer" in config.plain:
-        kernels = {"foreach": False}
+    kernels = {"foreach": False} if "optimizer" in config.plain else {"fused": True}
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, **kernels)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device, rank, world_size)
+        # In bf16 the parameters are fp32 masters. These are bf16 casts, through which gradients come back to
+        # them. (A cast saves no tensors, so all microbatches may go back through it.)
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
         for batch in batches:

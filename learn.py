@@ -44,7 +44,7 @@ dp_async              | Server.may_go_on | 10 | bsp waits for all, asp for nobod
 ddp                   | flat_grad /= dist.get_world_size() | 5 | all-reduce adds up; a mean is wanted
 ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends at its cap
 ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
-uneven                | sum_of_losses(model(inputs, positions), targets) / tokens | 5 | one division for all
+uneven                | sum_of_losses(model(inputs, positions), targets) / n_tokens | 5 | one division for all
 uneven-agree          | agree | 20 | two all-reduces; whoever has fewer microbatches adds empty ones
 zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs 1/N of it
 zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N
@@ -67,12 +67,12 @@ pipeline              | one_f_one_b | 15 | warmup: F alone; then F and B in turn
 pipeline-actions      | Pipeline._forward Pipeline._backward | 30 | receive, compute, send
 zero_bubble           | deferred_linear Pipeline._weight_gradients | 25 | keep W's two factors for later
 zero_bubble-schedule  | zero_bubble | 25 | W where a rank would wait
-pipeline_v            | phases_of | 40 | F0 down, F1 up, from the docstring's rows; then B and W
+pipeline_v            | zb_v | 30 | the docstring's rows, phase by phase: F, f F, f b W, ...
 parallel_3d           | Mesh.group | 15 | ranks that differ in one coordinate
 checkpointing         | Checkpoint.recompute | 20 | forward again, with the random numbers of the first time
 zero_r                | Partitioned.partition Partitioned.start_all_gather | 30 | 1/N of a block's input stays
 fusion                | FlashAttention.forward | 40 | tile by tile, with a running maximum and sum
-resume                | ShardedOptimizer.step | 25 | each rank steps its 1/N
+resume                | ShardedOptimizer.step | 25 | each rank updates its 1/N
 survive               | Members.agree | 30 | wait for all who are not dead; the first list in the store holds
 survive-share         | len(inputs) / config.batch | 5 | a mean over few sequences counts less
 """

@@ -2,25 +2,26 @@
 
 Idea
     AdamW updates each number by itself, so in zero1.py a rank can update 1/N of any tensor. Muon cannot: it
-    orthogonalizes the momentum of a matrix (makes all singular values nearly 1), for which it needs the
-    entire matrix (arXiv 2502.16982). So each matrix of a transformer block has an owner. A reduce sums the
-    gradients of all ranks on the owner. Only the owner has the momentum and updates the matrix. Then a
-    broadcast sends the new matrix to all ranks. Each rank owns about as many numbers as the others.
+    orthogonalizes a matrix's momentum, so that rare directions move as much as frequent ones. This makes all
+    singular values nearly 1, but for the smallest, and needs the entire matrix (arXiv 2502.16982). So each
+    matrix of a transformer block has an owner. A reduce sums the gradients of all ranks on the owner. Only
+    the owner has the momentum and updates the matrix. Then a broadcast sends the new matrix to all ranks.
+    Each rank owns about as many numbers as the others.
 
     AdamW updates all other parameters, the root: embeddings, norms and biases. They become one flat tensor,
-    which is cut into N parts, one for each rank. So whatever travels, a unit, is a tensor with one owner: a
-    matrix or a part of the root. (If each part is reduced to its owner, this is a reduce-scatter. If each is
-    broadcast from its owner, this is an all-gather. So the root is treated as in zero1.py.)
+    which is cut into N parts, one for each rank. The matrices and these parts are called units: tensors that
+    one rank owns. (If each part is reduced to its owner, this is a reduce-scatter. If each is broadcast from
+    its owner, this is an all-gather. So the root is treated as in zero1.py.)
 
 Timeline (of the root and two matrices; bcast: broadcast)
     compute |               | forward 1 | forward 2 | backward 2 | backward 1 |                | clip, step
     network | bcast root, 1 | bcast 2   |           |            | reduce 2   | reduce 1, root |
 
-Memory (bytes on each of N ranks; P parameters, H of them in matrices; a rank owns at most O of the H)
-    parameters    wP + c(O+(P-H)/N)       w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
-    gradients     wP + m(O+(P-H)/N)       m = 4, for averages of what the rank owns
-    optimizer     mO + K(P-H)/N           K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
-    Muon has one moment, AdamW two. O is H/N, or more if matrices cannot be dealt out evenly.
+Memory (bytes on each of N ranks; P parameters, H of them in matrices; a rank owns at most X of the H)
+    parameters    wP + c(X+(P-H)/N)       w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
+    gradients     wP + m(X+(P-H)/N)       m = 4, for averages of what the rank owns
+    optimizer     mX + K(P-H)/N           K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
+    Muon has one moment, AdamW two. X is H/N, or more if matrices cannot be dealt out evenly.
 
 Sent (bytes, by each rank in each step; the mean over ranks)
     reduce        wP(N-1)/N               in the last microbatch only
@@ -31,16 +32,19 @@ Run
     torchrun --nproc_per_node=8 muon.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Distributed Muon (2502.16982, section 2.3) also cuts matrices into N parts, and gathers each one before
-    its update: that is even for any N, but all ranks orthogonalize all matrices. Owners share this work.
-    Convolutions are in the root. Query, key and value are orthogonalized as one matrix, which they are here.
-    Buffers, such as BatchNorm's statistics, are not averaged. A parameter that is not used is an error.
+    The paper's own way (section 2.3), in which matrices are cut, gathered, and orthogonalized by all ranks.
+    Choosing: Muon gets every 2-D parameter of a block; query, key and value are one matrix.
+    A parameter that is not used is an error.
     All ranks must call forward together and use matrices in the same order, or they hang or mix up gradients.
-    Not noticed: an optimizer of parameters() that is not elementwise; a parameter that is added or unfrozen
-    after wrapping, which is not trained, and a shard that is frozen, which is; root parameters of several
-    dtypes, which get the widest; torch's own clip_grad_norm_ and GradScaler, which look at what this rank
-    owns; an update before a step's last backward. A submodule that is called alone after an update has old
-    weights. After zero_grad(set_to_none=False) gradients of matrices, or of what other ranks own, may remain.
+    Not noticed:
+    - an optimizer of the root that is not elementwise; an update before a step's last backward;
+    - a parameter that is added or unfrozen after wrapping is not trained; freezing a shard has no effect;
+    - root parameters of several dtypes get the widest; buffers, such as BatchNorm's, are not averaged;
+    - torch's own clip_grad_norm_ and GradScaler look at what this rank owns;
+    - gradients of backward(create_graph=True) are lost;
+    - a submodule, or the module, that is called alone after an update has old weights;
+    - an optimizer's zero_grad() between the backwards of a step keeps what they have added up;
+    - each evaluation sends the weights again.
 """
 
 import argparse
@@ -59,11 +63,12 @@ import torch.nn.functional as F
 
 
 def newton_schulz(X):
-    """A matrix with X's singular vectors, and with singular values near 1 (0.7 to 1.2): nearly orthogonal."""
+    """A matrix with X's singular vectors, and singular values near 1 (0.7 to 1.2), but for X's smallest."""
     if X.shape[0] > X.shape[1]:
         return newton_schulz(X.mT).mT  # X @ X.mT is then the smaller one of two squares
     a, b, c = 3.4445, -4.7750, 2.0315
     X = X / X.norm().clamp(min=1e-7)
+    # Each singular value s becomes a s + b s^3 + c s^5. After five times it is near 1.
     for _ in range(5):
         A = X @ X.mT
         B = torch.addmm(A, A, A, beta=b, alpha=c)  # b * A + c * A @ A
@@ -72,8 +77,7 @@ def newton_schulz(X):
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates the matrices that this rank owns, and sends nothing. torch.optim.Muon may take its place: with
-    adjust_lr_fn="match_rms_adamw" it does the same, but orthogonalizes fp64 matrices in bf16, too."""
+    """Updates the matrices that this rank owns, and sends nothing."""
 
     def __init__(self, matrices, lr):
         super().__init__([{"params": matrices}], {"lr": lr})
@@ -88,9 +92,9 @@ class Muon(torch.optim.Optimizer):
             momentum = self.state[matrix]["momentum"].lerp_(matrix.grad, 1 - beta)
             update = matrix.grad.lerp(momentum, beta)  # Nesterov's: it looks a step ahead
             update = newton_schulz(update if update.dtype == torch.float64 else update.bfloat16())
-            scale = 0.2 * max(matrix.shape) ** 0.5  # the update is as large as AdamW's: one lr serves both
             matrix.mul_(1 - lr * weight_decay)
-            matrix.add_(update, alpha=-lr * scale)
+            # Its numbers are about max(shape) ** -0.5 large, those of AdamW's update 0.2: one lr serves both.
+            matrix.add_(update, alpha=-lr * 0.2 * max(matrix.shape) ** 0.5)
 
 
 class ZeROMuon(nn.Module):
@@ -109,8 +113,7 @@ class ZeROMuon(nn.Module):
     gradient, and backward goes on meanwhile. Then all ranks update at the same time, each its own matrices.
     The broadcasts start with the next forward, in which each submodule waits only for its own matrices.
 
-    Make two optimizers after wrapping: Muon for `matrices`, a list of those that this rank owns, and an
-    elementwise one for parameters(), which is this rank's part of the root.
+    Make two optimizers of own_parameters(): Muon, and an elementwise one for the root.
     To accumulate gradients over several backwards, set is_last_backward to False for all but the last one."""
 
     def __init__(self, module: nn.Module, unit_class: type):
@@ -118,36 +121,34 @@ class ZeROMuon(nn.Module):
         self.module = module
         self.is_last_backward = True
         self.accumulating = False  # between the backwards of a step: there are no new weights then
-        self.has_optimizer = False  # until somebody asks for parameters()
-        self.waiting = set()  # during backward: the parameters that do not have their gradient yet
+        self.has_optimizers = False  # until somebody asks for own_parameters()
+        self.n_waiting = 0  # during backward: parameters that do not have their gradient yet
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self.root_units, self.matrix_units, self.grad_sums = find_units(module, unit_class)
+        self.params = [param for param in module.parameters() if param.requires_grad]
+        self.root_units, self.matrix_units = make_units(module, unit_class, self.params)
         self.units = [*self.root_units, *self.matrix_units.values()]
-        self.shards = [unit.shard for unit in self.units if unit.is_own]
-        self.matrices = self.shards[1:]  # the first is of the root
-        # Autograd calls _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would
-        # keep the model.)
+        self.shards = [unit.shard for unit in self.units if unit.is_own]  # first the root's
+        # Autograd calls _gradient_ready when a parameter has its gradient. (It keeps what it calls alive, and
+        # so the model, forever: it gets a proxy, which keeps nothing.)
         self.hook = self._gradient_ready
-        for param in self.grad_sums:
+        for param in self.params:
             param.register_post_accumulate_grad_hook(proxy(self.hook))
-        module.register_forward_pre_hook(self._pre_forward, prepend=True)  # runs first
         self._protect()
 
-    def parameters(self, recurse=True):
-        self.has_optimizer = True
-        return iter(self.shards[:1])
+    def own_parameters(self):
+        """([the matrices that this rank owns], [its part of the root])"""
+        self.has_optimizers = True
+        return self.shards[1:], self.shards[:1]
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    def _pre_forward(self, *_):
         self._check()
         # The new weights start to travel, all at once, and each submodule's forward waits for its own. (Not
         # earlier: this class does not see the update.)
         if not self.accumulating:
             self._start_broadcasts()
+        return self.module(*args, **kwargs)
 
     def _start_broadcasts(self):
         for unit in self.units:
@@ -157,18 +158,11 @@ class ZeROMuon(nn.Module):
             unit.start_broadcast()
 
     def _gradient_ready(self, param):
-        if not self.waiting:  # this is the first gradient of this backward
-            self.waiting.update(self.grad_sums)
+        if not self.n_waiting:  # this is the first gradient of this backward
+            self.n_waiting = len(self.params)
             # Autograd calls _end_backward when this whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if self.shards[0].grad is None:  # this is the first gradient since zero_grad()
-            for shard in self.shards:
-                shard.grad = torch.zeros_like(shard)
-            for unit in self.units:
-                unit.grad.zero_()
-        self.waiting.remove(param)
-        self.grad_sums[param].add_(param.grad, alpha=1 / dist.get_world_size())  # so the sum is an average
-        param.grad = None
+        self.n_waiting -= 1
         # A matrix's gradient travels while backward computes the next ones.
         if self.is_last_backward and param in self.matrix_units:
             self.matrix_units[param].start_reduce()
@@ -194,8 +188,14 @@ class ZeROMuon(nn.Module):
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm.to(grads[0]))
         return norm
+
+    def zero_grad(self):
+        for unit in self.units:
+            unit.grad.zero_()
+        for shard in self.shards:
+            shard.grad = None
 
     def full_state_dict(self):
         """The plain module's state_dict. All ranks must call it."""
@@ -207,26 +207,26 @@ class ZeROMuon(nn.Module):
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
-        if torch.is_grad_enabled() and not self.has_optimizer:
-            raise RuntimeError("make the optimizer after wrapping, of the wrapper's parameters()")
-        if self.waiting:
+        if torch.is_grad_enabled() and not self.has_optimizers:
+            raise RuntimeError("make the optimizers after wrapping, of the wrapper's own_parameters()")
+        if self.n_waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
         if any(unit.broadcast_work for unit in self.units):
             raise RuntimeError("the last forward failed, or used the weights of a unit without calling it")
 
     def _protect(self):
         for submodule in self.modules():
-            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply", "__reduce_ex__"):
+            for name in ("named_parameters", "load_state_dict", "_apply", "__reduce_ex__"):
                 setattr(submodule, name, refuse_use.__get__(submodule))
-        self.module.state_dict = refuse_use
+        self.module.state_dict = refuse_use.__get__(self.module)
 
 
 def refuse_use(*args, **kwargs):
-    raise RuntimeError("use parameters() and full_state_dict(); load, freeze, move, copy before you wrap")
+    raise RuntimeError("use own_parameters() and full_state_dict(); load, freeze, move, copy before you wrap")
 
 
 class Unit:
-    """A tensor that one rank owns: a matrix, or 1/N of the root. Its gradients add up in grad.
+    """A tensor that one rank owns: a matrix, or 1/N of the root. Autograd adds up its gradients in grad.
 
     On its owner it has a shard, which an optimizer updates: in bf16 an fp32 copy, else the same memory."""
 
@@ -253,29 +253,32 @@ class Unit:
 
     def finish_reduce(self):
         if self.is_own:
-            self.shard.grad += self.grad  # the average over all ranks
+            if self.shard.grad is None:
+                self.shard.grad = torch.zeros_like(self.shard)
+            self.shard.grad.add_(self.grad, alpha=1 / dist.get_world_size())  # the average of all ranks
         self.grad.zero_()
 
 
-def find_units(module, unit_class):
-    """([the root's unit of each rank], {matrix: its unit}, {parameter: the sum of its gradients so far})"""
+def make_units(module, unit_class, params):
+    """([the root's unit of each rank], {matrix: its unit})"""
     matrices = find_matrices(module, unit_class)
-    params = [param for param in module.parameters() if param.requires_grad]
-    root = [param for param in params if param not in matrices]
     if not matrices or any(param._post_accumulate_grad_hooks for param in params):
         raise ValueError(f"the module has no {unit_class} with a matrix, or it is wrapped already")
-    n_ranks = dist.get_world_size()
-    grad_sums = {param: torch.zeros_like(param) for param in params}
+    for param in params:
+        param.grad = torch.zeros_like(param)
     # The root's parameters, and its gradients, become views of a flat tensor, of which each rank owns a part.
+    n_ranks = dist.get_world_size()
+    root = [param for param in params if param not in matrices]
     param_parts = flatten(root).tensor_split(n_ranks)
-    grad_parts = flatten([grad_sums[param] for param in root]).tensor_split(n_ranks)
-    parts = zip(param_parts, grad_parts, range(n_ranks))
-    root_units = [Unit(module, *part) for part in parts]
+    grad_parts = flatten([param.grad for param in root]).tensor_split(n_ranks)
+    root_units = []
+    for owner, parts in enumerate(zip(param_parts, grad_parts)):
+        root_units.append(Unit(module, *parts, owner))
     matrix_units = {}
     owners = assign_owners(matrices, n_ranks)
     for matrix, submodule in matrices.items():
-        matrix_units[matrix] = Unit(submodule, matrix.data, grad_sums[matrix], owners[matrix])
-    return root_units, matrix_units, grad_sums
+        matrix_units[matrix] = Unit(submodule, matrix.data, matrix.grad, owners[matrix])
+    return root_units, matrix_units
 
 
 def flatten(tensors):
@@ -286,7 +289,7 @@ def flatten(tensors):
 
 
 def find_matrices(module, unit_class):
-    """{matrix: the submodule that uses it}: the module itself, if several do."""
+    """{matrix: the submodule that waits for it}: if several submodules share it, the whole module does."""
     users = {}
     for submodule in module.modules():
         if isinstance(submodule, unit_class):
@@ -311,8 +314,9 @@ def train(config):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
     model = ZeROMuon(model, Block)
-    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
-    muon = Muon(model.matrices, lr=config.lr)
+    matrices, root = model.own_parameters()
+    muon = Muon(matrices, lr=config.lr)
+    optimizer = OPTIMIZERS[config.optim](root, lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0

@@ -6,31 +6,34 @@ Idea
     gradients. It copies them down to its host, whose CPU updates the same 1/N of the weights, its shard. The
     new weights are copied up and all-gathered (ZeRO-Offload, arXiv 2101.06840, section 4).
 
-    With --params the weights live on the host, too. As in zero3.py a block is unsharded before it is used,
-    and freed after its forward and after its backward; but here the shards come from the hosts
-    (ZeRO-Infinity, arXiv 2104.07857). Parameters travel in units: one for each block, and one, the root, for
-    all others.
+    With --params the weights live on the host, too. As in zero3.py a block is unsharded (gathered whole)
+    before it is used, and freed after its forward and after its backward; but here the shards come from the
+    hosts (ZeRO-Infinity, arXiv 2104.07857). Parameters travel in units: one for each block, and one, the
+    root, for all others.
 
-Timeline (of two units; a row is a thread. With --params units also come up in forward and in backward)
-      main | forward 1 | forward 2 | backward 2 | backward 1       | norm             |          | forward 1
-    upload |           |           |            | reduce-scatter 2 | reduce-scatter 1 |          | 1 up | 2 up
-      host |           |           |            | 2 down           | 1 down           | update 1 | update 2
+Timeline (of two units; rows are threads, and what stands in one column happens at the same time)
+      main | backward 2 | backward 1       | norm             |          |          | forward 1 | forward 2
+    upload |            | reduce-scatter 2 | reduce-scatter 1 |          | 1 up     | 2 up      |
+      host |            | 2 down           | 1 down           | update 1 | update 2 |           |
+    With --params units also come up in forward and in backward.
 
 Memory (bytes on each of N ranks' devices, and for it on its host; P parameters, U in a block, E in the root)
     parameters    wP                      w = 4 in fp32, 2 in bf16
-    parameters    w(E+2U)                 with --params: the root, the unit that computes, the one after it
-    gradients     wmax(2E,E+2U,3U)        one unit's, as sent and as received, and the next one's
-    host          (K+2m+w+c/2)P/N         K = 8 for AdamW's moments, 0 for SGD; m = 4; c = 4 in bf16, else 0
+    parameters    w(E+2U)                 with --params: the root and two blocks
+    gradients     wmax(2E,E+2U,3U)        one unit's, as sent and as received, and the next unit's
+    host          (K+2m+w+c/2)P/N         K = 8 for AdamW's moments, 0 for SGD; m = 4; c/2 = 2 in bf16, else 0
     The host has fp32 weights and their gradients (2m), the gradients of a microbatch (w) and in bf16 rounded
     weights (c/2). In fp64 w and m are 8, K is 16.
 
 Sent (bytes, by each rank in each step of k microbatches; down to its host and up from it, and to others)
     down          kwP/N
     up            wP/N
-    up            kw(2P-E-2U)/N           instead, with --params: the last two blocks are kept for backward
-    all-to-all    kwP(N-1)/N              a reduce-scatter, as each rank adds up what it receives
+    up            kw(2P-E-2U)/N           instead, with --params: the root and the last two blocks are kept
+    all-to-all    kwP(N-1)/N
     all-gather    wP(N-1)/N
     all-gather    kw(2P-E-2U)(N-1)/N      instead, with --params
+    An all-to-all, after which each rank adds up what it has received, does the work of a reduce-scatter.
+    (gloo's own reduce-scatter sends twice as much.)
 
 Run
     torchrun --nproc_per_node=2 offload.py --params --device cpu --link-gbps 0.1
@@ -39,15 +42,7 @@ Run
     GPUs set OMP_NUM_THREADS to cores / GPUs: without it, torchrun gives each update one core.
 
 Left out
-    Updates that are delayed by a step (section 5.2 of the first paper), disks.
-    Errors: a parameter that is frozen, not used, or in two units; a unit that returns anything but one
-    tensor; a module without parameters outside units. If a unit has several dtypes, it gets the widest one.
-    Buffers, such as BatchNorm's statistics, are neither averaged nor moved to the device.
-    All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
-    Not noticed: an optimizer that is not elementwise, such as Shampoo; loading, moving or casting the module
-    after wrapping, which the next forward undoes; its state_dict() and parameters(), whose weights are old or
-    empty and have no gradients; an update between a forward and its backward, which then uses new weights.
-    With --params, activation checkpointing is right, but copies more, and keeps units until the next forward.
+    Updates that are delayed by a step (section 5.2 of the first paper), disks. What fails: see Offload.
 """
 
 import argparse
@@ -88,18 +83,33 @@ class Offload(nn.Module):
     device computes with the unit before.
 
     device: where the module computes. new_optimizer makes an elementwise optimizer of a list of parameters:
-    each unit has one, on the host. With offload_params a unit that is not in use is on the host alone. gbps:
-    the speed of a slower link, if one is to be simulated (else torch.inf)."""
+    each of `units` has its own, unit.optimizer. With offload_params a unit that is not in use is on the host
+    alone. gbps: the speed of a slower link, if one is to be simulated (else torch.inf).
+
+    Change learning rates just before step(): after it, updates still run. All ranks must call forward
+    together and use units in the same order, or they hang, or mix up gradients.
+    Errors: a parameter that is frozen, not used, or in two units; a unit that returns anything but one
+    tensor; a module without parameters outside units.
+    Not noticed:
+    - collectives of your own between a forward and its step() may start in another order on other ranks;
+    - an update between a forward and its backward, which then uses new weights;
+    - an optimizer that is not elementwise, such as Shampoo; a unit of several dtypes gets the widest;
+    - loading, moving or casting the module after wrapping is undone by the next forward;
+    - its state_dict() and parameters() have old or empty weights, and no gradients;
+    - buffers, such as BatchNorm's statistics, are neither averaged nor moved to the device;
+    - with offload_params, activation checkpointing copies more, and keeps units until the next forward."""
 
     def __init__(self, module: nn.Module, unit_class: type, device, new_optimizer, offload_params, gbps):
         super().__init__()
         self.module = module
         self.offload_params = offload_params
+        self.device = device
         self.reducing = None  # the job that takes the latest unit's gradients to the host
         self.host = Worker("host", device, gbps)  # copies gradients down, and updates shards
         self.uploader = Worker("upload", device, gbps)  # copies weights up, and launches collectives
         # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
-        # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
+        # _gradient_ready when a parameter has its gradient. (Through a proxy: Python's garbage collector does
+        # not see what autograd holds, and this hook holds the model.)
         blocks = [submodule for submodule in module.modules() if isinstance(submodule, unit_class)]
         in_blocks = {param for block in blocks for param in block.parameters()}
         self.units = []
@@ -124,11 +134,12 @@ class Offload(nn.Module):
 
     def _unshard(self, unit, direction):
         # Wait for a unit, then start to bring up the one that forward (direction 1) or backward (-1) needs
-        # next. Not earlier: on a GPU, waiting for the uploader means to wait for all that it has begun.
+        # next. Not earlier: on a GPU, to wait for the uploader is to wait for all that it has started.
         unit.unshard()
         unit.wait_for_unshard()
-        for following in self.units[self.units.index(unit) :: direction][1:2]:
-            following.unshard()
+        i = self.units.index(unit) + direction
+        if 0 <= i < len(self.units):
+            self.units[i].unshard()
 
     def _pre_forward(self, unit, *_):
         self._unshard(unit, 1)
@@ -142,26 +153,24 @@ class Offload(nn.Module):
             output.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
-        # Backward has reached this unit's output, so it is done with units that have all their gradients.
-        # (Not before: the gradient of a unit's input may need its weights.)
+        # When a unit's last parameter has its gradient, that of its input may still need the weights. So the
+        # unit is freed only here, when backward is at the next one.
         self._free_units()
         self._unshard(unit, -1)
 
     def _free_units(self):
         for unit in self.units:
-            if unit.is_done:
+            if unit.backward_done:
                 unit.reshard()
 
     def _gradient_ready(self, unit, _):
-        unit.reduce_job = None
         if all(param.grad is not None for param in unit.params):
             self._post_backward(unit)
 
     def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
-        # at a time, or over a slow link those of all units would pile up on the device. For the last unit's
-        # only step() waits.
-        unit.is_done = self.offload_params
+        # A unit has all its gradients. They travel while backward computes those of the next unit, and then
+        # backward waits for them: else those of all units would pile up on the device if the link is slow.
+        unit.backward_done = self.offload_params
         if self.reducing:
             self.reducing.result()
         unit.start_reduce_scatter()
@@ -169,11 +178,12 @@ class Offload(nn.Module):
 
     def step(self, max_norm):
         """Start an update with gradients clipped to a global norm of max_norm. Returns the norm before."""
+        self._check()
         if not all(unit.reduce_job for unit in self.units):
             raise RuntimeError("before step() a backward must give every parameter a gradient")
         # Clipping needs the norm of all gradients, so no unit is updated before all have come down.
         square = sum(unit.reduce_job.result() for unit in self.units)
-        norm = self.units[0].flat_param.new_full((), square, dtype=torch.float64)
+        norm = torch.full((), square, dtype=torch.float64, device=self.device)
         dist.all_reduce(norm)
         norm.sqrt_()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1).item()
@@ -191,7 +201,7 @@ class Offload(nn.Module):
             unit.wait_for_unshard()
             weights = unflatten(unit.flat_param.to("cpu", copy=True), unit.params)
             unit.reshard()
-            # They are the parameters, too, until the next forward.
+            # Until the next forward the module's parameters are these copies.
             for param, weight in zip(unit.params, weights):
                 param.data = weight
         return nn.Module.state_dict(self.module)
@@ -204,12 +214,16 @@ class Offload(nn.Module):
 
 
 class Unit:
-    """Parameters that travel together, as views of flat_param, which is on the device, and has memory only
-    while the unit is unsharded. This rank's 1/N of it is on the host: shard, which the optimizer updates, and
-    host_param, which is copied up (in fp32 they share their memory). Only the host's thread changes these."""
+    """Parameters that travel together:
+
+    flat_param: all of them, on the device; has memory only while the unit is unsharded
+    own_param: this rank's 1/N of flat_param, a view
+    host_param: this 1/N on the host, in the same dtype; what is copied up
+    shard: this 1/N on the host, in fp32 or fp64, for the optimizer; in fp32 the same memory as host_param
+    """
 
     def __init__(self, params, device, new_optimizer, host, uploader):
-        rank, self.n_shards = dist.get_rank(), dist.get_world_size()
+        self.n_shards = dist.get_world_size()
         self.host = host
         self.uploader = uploader
         self.params = params
@@ -220,8 +234,8 @@ class Unit:
         self.flat_param = torch.cat([flat, self.padding])
         dist.broadcast(self.flat_param, 0)
         self.param_views = unflatten(self.flat_param, params)
-        self.own_param = self.flat_param.chunk(self.n_shards)[rank]
-        # The shard's last job on the host, for which upload() waits.
+        self.own_param = self.flat_param.chunk(self.n_shards)[dist.get_rank()]
+        # The host's thread makes all that is on the host: by this tools/ledger.py tells it from the device.
         self.update_job = host.submit(self.make_shard, new_optimizer)
         self.update_job.result()
         self.reduce_job = None
@@ -229,11 +243,12 @@ class Unit:
 
     def make_shard(self, new_optimizer):  # in the host's thread
         pinned = self.own_param.is_cuda  # memory that the GPU can reach without the CPU
-        self.host_param = torch.empty_like(self.own_param, device="cpu", pin_memory=pinned)
+        self.host_param = torch.empty_like(self.own_param, device="cpu", pin_memory=pinned).copy_(
+            self.own_param
+        )
         self.host_grad = torch.empty_like(self.host_param, pin_memory=pinned)
-        self.host_param.copy_(self.own_param)
-        shard_dtype = torch.promote_types(self.host_param.dtype, torch.float32)
-        self.shard = nn.Parameter(self.host_param.to(shard_dtype))  # in fp32 the same memory
+        dtype = torch.promote_types(self.host_param.dtype, torch.float32)
+        self.shard = nn.Parameter(self.host_param.to(dtype))
         self.shard.grad = torch.zeros_like(self.shard)
         self.optimizer = new_optimizer([self.shard])
 
@@ -241,7 +256,7 @@ class Unit:
         """Start to upload and all-gather the weights, unless they are here or on their way."""
         if not self.upload_job:
             self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
-            # Autograd has kept the parameters themselves, or views of flat_param: both will be right again.
+            # What autograd has saved points to this same memory, which upload() fills again.
             for param, view in zip(self.params, self.param_views):
                 param.data = view
             self.upload_job = self.uploader.submit(self.upload)
@@ -259,7 +274,7 @@ class Unit:
     def reshard(self):
         """Free the weights. The parameters are empty then, so that using them is an error."""
         self.upload_job = None
-        self.is_done = False  # with its backward, so that it can be freed
+        self.backward_done = False  # so it can be freed
         self.flat_param.untyped_storage().resize_(0)
         for param in self.params:
             param.data = self.flat_param[:0]
@@ -269,14 +284,15 @@ class Unit:
         for param in self.params:
             param.grad = None
         received = torch.empty_like(flat_grad)
-        # One thread launches all collectives, so that all ranks launch them in the same order.
+        # In forward and backward only the uploader's thread launches collectives, so that all ranks launch
+        # them in the same order.
         start = partial(dist.all_to_all_single, received, flat_grad, async_op=True)
         start_job = self.uploader.submit(start)
         self.reduce_job = self.host.submit(self.finish_reduce_scatter, start_job, flat_grad, received)
 
     def finish_reduce_scatter(self, start_job, flat_grad, received):  # in the host's thread
         start_job.result().wait()
-        own_grad = flat_grad[: len(self.own_param)]  # the sum overwrites what was sent
+        own_grad = flat_grad[: len(self.own_param)]  # the sum overwrites what has been sent
         torch.sum(received.view(self.n_shards, -1), 0, out=own_grad)
         self.host.copy(self.host_grad, own_grad)
         for tensor in flat_grad, received:

@@ -3,43 +3,43 @@
 Idea
     N = p x d x t ranks: p pipeline stages (pipeline.py), d replicas of each stage, which have their own parts
     of the batch (ddp.py), and t ranks that split the layers of a replica (tensor_parallel.py). These t send
-    most, so they are neighbours, on one node. Pipeline stages send least, so they are farthest apart
-    (Megatron-LM, arXiv 2104.04473, section 3).
-
-    The three techniques are those of their own lessons, in short. New here are the mesh and its groups; the
-    order of collectives, which must be the same on all ranks of a group; and the embedding, which the first
-    and the last stage share, so that its gradient is a sum of both's.
+    most, 4 sums in a block, so they are neighbours, on one node. A stage sends one output, or gradient, for
+    all its blocks, so stages may be far apart (Megatron-LM, arXiv 2104.04473, section 3).
+    The three techniques are those of their own lessons, in short. New here: Mesh, with a group for each axis,
+    and the order of sums: a gradient that two stages share is added up over these, then over the replicas.
 
 Timeline (a step of 2 x 2 x 2 ranks)
     stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3
     stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
-    Microbatches in 1F1B order: tensor parallel sums between ranks 0 and 1, messages between 0 and 4. In the
-    last backward: gradients between 0 and 2, layer by layer. Then the loss, of all ranks; the embedding's
-    gradient, between 0 and 4, then 0 and 2; the norm, of all; the update; with --zero 1 the weights, 0 and 2.
+    In 1F1B order: tensor-parallel sums between ranks 0 and 1, messages between 0 and 4; in the last backward
+    gradients between 0 and 2, layer by layer. Then the loss, of all ranks; the embedding's gradient, between
+    0 and 4, then 0 and 2; the norm, of all; the update; with --zero 1 the weights, between 0 and 2.
 
-Memory (bytes; R parameters on the rank that has most, about P/t/p)
+Memory (bytes; R parameters on the rank that has most; activations are of 1/p of the blocks, p microbatches)
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0; g = 1 over gloo, for a receive buffer, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0; g = 1 over gloo, which copies gradients, else 0
     parameters    (w+c)R
-    gradients     (w+c)R                 in bf16 also the masters'
+    gradients     (w+c)R               in bf16 also the masters'
     optimizer     KR
-    parameters    (w+c/d)R               with --zero 1 (if d > 1): each master on one replica
-    gradients     (w+gw+(w+c)/d)R        with --zero 1: gradients, receive buffer, the shard's, its master's
-    optimizer     KR/d                   with --zero 1
+    parameters    (w+c/d)R             with --zero 1 (if d > 1): each master on one replica
+    gradients     (w+gw+(w+c)/d)R      with --zero 1: all, gloo's copy, the shard's sum, its master's
+    optimizer     KR/d                 with --zero 1
 
 Sent (bytes, by the rank that sends most, in each step of k microbatches, along each axis; // rounds down)
-    tensor        2kbs((4((L+p-1)//p)+1+1//p)wh+m+8)(t-1)/t   4 a block; head; if p = 1 embedding; loss: m + 8
-    pipeline      min(2,p-1)kwbsh                             to the next stage outputs, back gradients
-    tie           min(1,p-1)wh((v+t-1)//t)                    all-reduce of the embedding's gradient, if p > 1
-    data          2wR(d-1)/d                                  all-reduce, or reduce-scatter and all-gather
-    L layers, h width, v vocabulary; b sequences of s tokens in a microbatch; m = 4, in fp64 8
+    tensor        2kbs((4L+1+1//p)wh+3m)(t-1)/t   4 sums a block, head, loss; embedding if p = 1
+    pipeline      min(2,p-1)kwbsh                 to the next stage outputs, back gradients
+    tie           min(1,p-1)wh((v+t-1)//t)        all-reduce of the embedding's gradient, if p > 1
+    data          2wR(d-1)/d                      all-reduce, or reduce-scatter (more on gloo) and all-gather
+    L blocks of the last stage, h width, v vocabulary; b sequences of s tokens; m = 4, in fp64 8
 
 Run
     torchrun --nproc_per_node=8 parallel_3d.py
     torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
 
 Left out
-    Sequence parallelism, schedules other than 1F1B, ZeRO-2 and 3. To lift a technique, take its own lesson.
+    Refused: a second clip_grad_norm_() without update(); frozen parameters; targets to ignore, such as -100.
+    Not noticed: ranks that draw other models; two forward_backward() in a step; torch's clip_grad_norm_.
+    Not handled: dropout, sequence parallelism, other schedules, ZeRO-2 and 3; other models: see the lessons.
 """
 
 import argparse
@@ -59,21 +59,24 @@ import torch.nn.functional as F
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-identity = torch.detach
+identity = nn.Identity()
+MAX_SENT = 4  # messages that a rank may keep because they have not arrived yet
 
 
 class Mesh:
-    """This rank's place in ranks (p, d, t), and its groups: each varies one of the three coordinates."""
+    """This rank's place in ranks (p, d, t), and its groups: each of ranks that differ along one axis alone.
+    In 2 x 2 x 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], rank 5 has stage 1, replica 0 and part 1: its tensor
+    group is 4 5, its data group 5 7, its pipeline group 1 5."""
 
     def __init__(self, ranks):
-        self.ranks = ranks
         self.pp, self.dp, self.tp = ranks.shape
         places = np.argwhere(ranks == dist.get_rank())
         self.pp_rank, self.dp_rank, self.tp_rank = places[0].tolist()
         self.is_first = self.pp_rank == 0
         self.is_last = self.pp_rank == self.pp - 1
+        # Two, as NCCL runs a group's messages in order: a send could wait behind a receive that needs it.
         self.output_group = self.group(ranks, 0, "pipeline")
-        self.gradient_group = self.group(ranks, 0, "pipeline")  # on NCCL one group could deadlock
+        self.gradient_group = self.group(ranks, 0, "pipeline")
         self.dp_group = self.group(ranks, 1, "data")
         self.tp_group = self.group(ranks, 2, "tensor")
         self.tie_group = None
@@ -86,12 +89,14 @@ class Mesh:
         group, _ = dist.new_subgroups_by_enumeration(lines, group_desc=name)  # all ranks create all groups
         return group
 
-    def tp_sum(self, x):
+    def tp_sum(self, x):  # P -> I
         total = x.clone()
         dist.all_reduce(total, group=self.tp_group)
         return total
 
 
+# Letters say how a tensor differs over a tensor group (the notation of spmd_types). V: it varies. P: it is a
+# rank's part of a sum. R: it is the same on all ranks, and its gradient is P. I: so are it and its gradient.
 class Conjugate(torch.autograd.Function):
     """x -> forward(x), and its gradient -> backward(gradient), such as Megatron-LM's conjugate f and g."""
 
@@ -105,63 +110,59 @@ class Conjugate(torch.autograd.Function):
         return ctx.gradient_function(gradient), None, None
 
 
-def column_parallel(linear, mesh, x):  # (b, s, h) -> (b, s, out/t); x's gradient is partial, and summed
-    return F.linear(Conjugate.apply(x, identity, mesh.tp_sum), linear.weight, linear.bias)
+def column_parallel(linear, mesh, x):  # (b, s, h) -> (b, s, out/t), V
+    x = Conjugate.apply(x, identity, mesh.tp_sum)  # I -> R
+    return F.linear(x, linear.weight, linear.bias)
 
 
-def row_parallel(linear, mesh, x):  # (b, s, in/t) -> (b, s, h); the bias after the sum, once
+def row_parallel(linear, mesh, x):  # V, (b, s, in/t) -> P -> I; the bias after the sum, once
     return Conjugate.apply(F.linear(x, linear.weight), mesh.tp_sum, identity) + linear.bias
 
 
-def vocab_parallel(embedding, mesh, tokens):  # (b, s) -> (b, s, h); token % t is the rank with it
-    here = tokens % mesh.tp == mesh.tp_rank
-    found = F.embedding(tokens // mesh.tp * here, embedding.weight)
-    found *= here.unsqueeze(-1)
-    return Conjugate.apply(found, mesh.tp_sum, identity)
+def vocab_parallel(embedding, mesh, tokens):
+    is_here = tokens % mesh.tp == mesh.tp_rank  # dealt out, so that t need not divide the vocabulary
+    found = F.embedding(tokens // mesh.tp * is_here, embedding.weight)
+    found = found * is_here.unsqueeze(-1)  # 0 on ranks that do not have the token
+    return Conjugate.apply(found, mesh.tp_sum, identity)  # P -> I
 
 
 def parallel_loss(mesh, logits, targets):
-    """Mean cross-entropy, in fp64, of this rank's logits (b, s, v/t) and targets (b, s)."""
+    """Mean cross-entropy, in fp32 or fp64, of this rank's logits (b, s, v/t), V, and targets (b, s)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    targets = targets.unsqueeze(-1)
-    here = targets % mesh.tp == mesh.tp_rank
-    found = logits.gather(-1, targets // mesh.tp * here)
-    found *= here
-    of_target = Conjugate.apply(found, mesh.tp_sum, identity)
-    shift = of_target.detach()  # saves an all-reduce of the maximum; the total is e^loss: hence fp64
-    total = logits.logsumexp(-1, True) - shift
-    total = Conjugate.apply(total.double().exp(), mesh.tp_sum, identity)
-    return (total.log() + shift - of_target).mean()
+    own_lse = logits.logsumexp(-1)
+    # All logits are taken relative to the largest of the ranks' log-sum-exps, so that no exp() overflows.
+    largest = own_lse.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.tp_group)
+    own_sum = (own_lse - largest).exp()
+    is_here = targets % mesh.tp == mesh.tp_rank
+    column = targets // mesh.tp * is_here
+    own_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - largest
+    partials = torch.stack([own_sum, own_logit * is_here])
+    total, target_logit = Conjugate.apply(partials, mesh.tp_sum, identity)  # P -> I
+    return (total.log() - target_logit).mean()
 
 
-SPLITS = {  # (forward, dim of the weight that is split)
-    "tokens": (vocab_parallel, 0),
-    "qkv": (column_parallel, 0),
-    "proj": (row_parallel, 1),
-    "up": (column_parallel, 0),
-    "down": (row_parallel, 1),
-}
+SPLITS = {"tokens": vocab_parallel, "qkv": column_parallel, "up": column_parallel}  # along the weight's rows
+SPLITS |= {"proj": row_parallel, "down": row_parallel}  # along its columns
 
 
 def split_tensors(model, mesh):
-    """Keep every t-th token, every t-th run of h/t features (one of q, of k, of v). Sets param.part."""
-    run = model.tokens.embedding_dim // mesh.tp
+    """Keep this rank's part of each layer: every t-th token, every t-th run of h/t features.
+    For t = 2, qkv's runs are q0 q1 k0 k1 v0 v1, of which rank 0 keeps q0 k0 v0, those of its heads."""
     for block in model.blocks:
         block.heads //= mesh.tp
     for name, layer in model.named_modules():
         name = name.split(".")[-1]
         if name in SPLITS:
-            forward, dim = SPLITS[name]
-            layer.forward = partial(forward, layer, mesh)
+            layer.forward = partial(SPLITS[name], layer, mesh)
+            dim = int(SPLITS[name] is row_parallel)
+            run = 1 if name == "tokens" else model.tokens.embedding_dim // mesh.tp
             for param in layer.parameters():
-                if dim < param.dim():  # a row-parallel layer's bias stays whole
-                    places = np.arange(param.shape[dim])
-                    if name != "tokens":
-                        places //= run
-                    indices = np.flatnonzero(places % mesh.tp == mesh.tp_rank)
-                    part = (..., indices) if dim else indices
-                    param.part = param.shape, part  # the whole's shape, and the part's place
-                    param.data = param.detach()[part]
+                if dim < param.dim():  # else it is a row-parallel layer's bias, which all have
+                    runs = np.arange(param.shape[dim]) // run
+                    indices = np.flatnonzero(runs % mesh.tp == mesh.tp_rank)
+                    param.part = (..., indices) if dim else indices  # of the unsplit parameter
+                    param.data = param.detach()[param.part]
 
 
 def stage_of(model, mesh):
@@ -170,84 +171,83 @@ def stage_of(model, mesh):
     start = sum(sizes[: mesh.pp_rank])
     layers = list(model.blocks[start : start + sizes[mesh.pp_rank]])
     if mesh.is_first:
-        model.positions.forward = partial(add_positions, model.positions)
-        layers = [model.tokens, model.positions, *layers]
+        positions = model.positions
+        positions.forward = lambda x: x + positions.weight
+        layers = [model.tokens, positions, *layers]
     if mesh.is_last:
-        head = nn.Linear(1, 1, bias=False)  # of any size
+        head = nn.Linear(1, 1, bias=False)  # its weight is replaced at once
         head.weight = model.tokens.weight
         head.forward = partial(column_parallel, head, mesh)
         layers += [model.norm, head]
     return nn.Sequential(*layers)
 
 
-def add_positions(positions, x):  # (b, s, h) -> (b, s, h)
-    return x + positions.weight[: x.shape[1]]
-
-
 class Bucket:
-    """A layer's split, or whole, params: views of flat_param. `shard`: what this rank steps, all or 1/d."""
+    """A layer's split parameters, or its others, as views of flat_param. A rank updates shard, all or 1/d."""
 
-    def __init__(self, params, mesh, zero):
+    def __init__(self, params, mesh, zero, is_tied):
         self.mesh = mesh
         self.n_shards = mesh.dp if zero else 1
+        self.is_tied = is_tied
         self.n_params = len(params)
         flat = nn.utils.parameters_to_vector(params).detach()
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))
+        padding = -len(flat) % self.n_shards
+        self.flat_param = F.pad(flat, (0, padding))
         self.flat_grad = torch.zeros_like(self.flat_param)
         for param in params:
             param.grad = torch.empty_like(param)
-            param.register_post_accumulate_grad_hook(self.gradient_ready)
+            param.register_post_accumulate_grad_hook(self._gradient_ready)
         nn.utils.vector_to_parameters(self.flat_param, params)
         nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
         wide = torch.promote_types(flat.dtype, torch.float32)
-        self.shard = nn.Parameter(self.shard_of(self.flat_param).to(wide))  # of bf16 a copy, else a view
-        counted = hasattr(params[0], "part") or mesh.tp_rank == 0
-        self.in_norm = counted and (zero or mesh.dp_rank == 0)  # by one of its holders
+        self.shard = nn.Parameter(self.own_part(self.flat_param).to(wide))  # of bf16 a copy, else a view
+        # For the norm all ranks' squares are added up: those of a shard that n_copies ranks have, divided.
+        self.n_copies = mesh.dp // self.n_shards * (1 + is_tied)
+        if not hasattr(params[0], "part"):
+            self.n_copies *= mesh.tp
 
-    def shard_of(self, flat):
+    def own_part(self, flat):
         return flat.chunk(self.n_shards)[self.mesh.dp_rank % self.n_shards]
 
-    def gradient_ready(self, _):
+    def _gradient_ready(self, _):
         self.pending -= 1
         if self.pending == 0:
-            self.launch()
+            self.start_sum()
 
-    def launch(self):
+    def start_sum(self):
         options = {"group": self.mesh.dp_group, "async_op": True}
         self.grad = self.flat_grad
         if self.n_shards == 1:
             self.work = dist.all_reduce(self.grad, **options)
-        else:  # gloo's reduce-scatter is an all-reduce, which sends twice as much
-            gloo = dist.get_backend() == "gloo"
-            collective = dist.all_to_all_single if gloo else reduce_scatter
-            self.grad = torch.empty_like(self.flat_grad if gloo else self.shard_of(self.flat_grad))
-            self.work = collective(self.grad, self.flat_grad, **options)
+        else:
+            self.grad = self.flat_grad.new_empty(len(self.shard))
+            self.work = reduce_scatter(self.grad, self.flat_grad, **options)
 
-    def finish(self):
-        if self.pending > 0:  # tied, or a parameter without gradient, which counts as 0
-            self.launch()
+    def finish_sum(self):
+        assert self.shard.grad is None, "call each bucket's update() between two clip_grad_norm_()"
+        if self.pending > 0:  # it is tied, or a parameter had no gradient, which counts as 0
+            self.start_sum()
         self.work.wait()
-        if len(self.grad) > len(self.shard):  # all-to-all's, to be added up
-            self.grad = self.grad.view(self.n_shards, -1).sum(0)
         self.grad /= self.mesh.dp
-        self.shard.grad = self.grad.to(self.shard.dtype)
+        self.shard.grad = self.grad.to(self.shard)
 
     @torch.no_grad()
     def update(self):
-        part = self.shard_of(self.flat_param)
-        part.copy_(self.shard)  # in fp32 the same memory
+        own_part = self.own_part(self.flat_param)
+        own_part.copy_(self.shard)  # in fp32 the same memory
         self.shard.grad = None
         if self.n_shards > 1:
-            all_gather(self.flat_param, part, group=self.mesh.dp_group)
+            all_gather(self.flat_param, own_part, group=self.mesh.dp_group)
         self.flat_grad.zero_()
 
 
 class Parallel3D:
-    """This rank's part of a model, which all ranks initialised alike. For a step see train()."""
+    """This rank's part of a model, of which all ranks have drawn the same weights. For a step see train()."""
 
     def __init__(self, model, mesh, zero, device, dtype):
         self.mesh = mesh
         self.width = model.tokens.embedding_dim
+        self.shapes = {name: param.shape for name, param in model.named_parameters()}
         split_tensors(model, mesh)
         self.stage = stage_of(model, mesh).to(device, dtype)
         here = set(self.stage.parameters())
@@ -256,30 +256,30 @@ class Parallel3D:
         for name, param in self.stage.named_parameters():
             layer = name.split(".")[0]
             groups.setdefault((layer, hasattr(param, "part")), []).append(param)
-        self.buckets = [Bucket(params, mesh, zero) for params in groups.values()]
+        tied = model.tokens.weight if mesh.tie_group else None
+        self.buckets = [Bucket(params, mesh, zero, params[0] is tied) for params in groups.values()]
         self.shards = [bucket.shard for bucket in self.buckets]
-        self.tied = mesh.tie_group and self.buckets[0 if mesh.is_first else -1]
-        if self.tied:
-            self.tied.in_norm &= mesh.is_first
 
     def forward_backward(self, batches):
         """1F1B over this replica's microbatches (inputs, targets). Returns the mean loss of all replicas."""
         mesh = self.mesh
         self.loss = self.shards[0].new_zeros((), dtype=torch.float64)
-        self.sends = []
-        in_flight = []
-        warmup = mesh.pp - 1 - mesh.pp_rank
-        last_turn = len(batches) + warmup - 1
-        for turn in range(last_turn + 1):
-            if turn < len(batches):
-                in_flight.append(self._forward(*batches[turn], len(batches)))
-            for bucket in self.buckets:  # the last backward launches all but the tied one: see finish()
-                bucket.pending = (bucket.n_params + (bucket is self.tied)) if turn == last_turn else 0
-            if turn >= warmup:
-                self._backward(*in_flight.pop(0))
-            while len(self.sends) > (4 if turn < last_turn else 0):
-                self.sends.pop(0).wait()  # frees the tensor; in warmup a rank may wait here
-        dist.all_reduce(self.loss)  # 0 but on the last stage's ranks, of which t are equal
+        self.sent = []  # the work of each send
+        self.in_flight = []
+        # With the last gradient of a bucket its sum over replicas starts; a tied one's in clip_grad_norm_.
+        for bucket in self.buckets:
+            bucket.pending = bucket.n_params * len(batches) + bucket.is_tied
+        n_warmup = mesh.pp - 1 - mesh.pp_rank
+        for batch in batches[:n_warmup]:
+            self._forward(*batch, len(batches))
+        for batch in batches[n_warmup:]:
+            self._forward(*batch, len(batches))
+            self._backward()
+        while self.in_flight:
+            self._backward()
+        for work in self.sent:
+            work.wait()
+        dist.all_reduce(self.loss)  # only ranks of the last stage have one, t of them the same
         return self.loss / (mesh.dp * mesh.tp)
 
     def _forward(self, inputs, targets, n_microbatches):
@@ -294,50 +294,67 @@ class Parallel3D:
             y = parallel_loss(mesh, y, targets) / n_microbatches  # as gradients add up
             self.loss += y.detach()
         else:
-            self.sends.append(dist.isend(y.detach(), group=mesh.output_group, group_dst=mesh.pp_rank + 1))
-        return x, y
+            self._send(y.detach(), mesh.output_group, mesh.pp_rank + 1)
+        self.in_flight.append((x, y))
 
-    def _backward(self, x, y):
+    def _backward(self):
         mesh = self.mesh
+        x, y = self.in_flight.pop(0)
         gradient = None
         if not mesh.is_last:
             gradient = torch.empty_like(y)
             dist.recv(gradient, group=mesh.gradient_group, group_src=mesh.pp_rank + 1)
         y.backward(gradient)
         if not mesh.is_first:
-            self.sends.append(dist.isend(x.grad, group=mesh.gradient_group, group_dst=mesh.pp_rank - 1))
+            self._send(x.grad, mesh.gradient_group, mesh.pp_rank - 1)
+
+    def _send(self, tensor, group, stage):
+        self.sent.append(dist.isend(tensor, group=group, group_dst=stage))
+        if len(self.sent) > MAX_SENT:
+            self.sent.pop(0).wait()  # frees the tensor; a rank too far ahead waits here
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Finish the gradients' sums, clip the shards' gradients to max_norm. Returns the norm before."""
-        if self.tied:  # sum both copies' gradients, then, in finish(), those of all replicas
-            dist.all_reduce(self.tied.flat_grad, group=self.mesh.tie_group)
-        squares = torch.zeros_like(self.loss)
         for bucket in self.buckets:
-            bucket.finish()
-            if bucket.in_norm:
-                squares += bucket.shard.grad.square().sum(dtype=torch.float64)
+            if bucket.is_tied:  # add up both stages' gradients, then, in finish_sum(), those of all replicas
+                dist.all_reduce(bucket.flat_grad, group=self.mesh.tie_group)
+            bucket.finish_sum()
+        grads = [shard.grad for shard in self.shards]
+        norms = torch._foreach_norm(grads, dtype=torch.float64)
+        squares = torch.zeros_like(self.loss)
+        for norm, bucket in zip(norms, self.buckets):
+            squares += norm.square() / bucket.n_copies
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm.to(grads[0]))
         return norm
 
     def full_state_dict(self):
-        """The plain model's state_dict, on every rank's host."""
-        parts = {}
-        for name, param in self.params.items():
-            parts[name] = param.data.clone().cpu(), getattr(param, "part", (param.shape, ...))
-        states = [None] * dist.get_world_size()
-        dist.all_gather_object(states, parts, group=dist.new_group(backend="gloo"))
-        whole = {}
-        for state in states:
-            for name, (tensor, (shape, part)) in state.items():
-                whole.setdefault(name, tensor.new_empty(shape))[part] = tensor
-        return whole
+        """The plain model's state_dict. All ranks must call it."""
+        state_dict = {}
+        for name, shape in self.shapes.items():
+            # Each rank fills in its part, if it has one; what is -inf has its maximum on another rank.
+            full = state_dict[name] = self.buckets[0].flat_param.new_full(shape, -torch.inf)
+            if name in self.params:
+                param = self.params[name]
+                full[getattr(param, "part", ...)] = param.detach()
+            dist.all_reduce(full, dist.ReduceOp.MAX)
+        return state_dict
 
 
 def train(config):
-    device, text, mesh = set_up_mesh(config)
+    world_size = int(os.getenv("WORLD_SIZE") or 1)
+    config.tp = config.tp or math.gcd(2, world_size)
+    config.pp = config.pp or math.gcd(2, world_size // config.tp)
+    config.dp = world_size // (config.tp * config.pp)
+    if world_size % (config.tp * config.pp):
+        refuse(f"--tp {config.tp} x --pp {config.pp}: must divide the {world_size} ranks")
+    if config.heads % config.tp or config.layers < config.pp:
+        refuse(f"--heads must be a multiple of --tp {config.tp}, --layers at least --pp {config.pp}")
+    ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
+    device, text = set_up(config, f" | zero {config.zero} | stages x replicas x parts:\n{ranks}", config.dp)
+    mesh = Mesh(ranks)
     parallel = Parallel3D(GPT(config), mesh, config.zero, device, DTYPES[config.dtype])
     optimizer = OPTIMIZERS[config.optim](parallel.shards, lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
@@ -353,24 +370,6 @@ def train(config):
         state_dict = parallel.full_state_dict()
         if dist.get_rank() == 0:
             save_weights(state_dict, config.save)
-
-
-def set_up_mesh(config):
-    """Check the flags and join. Returns the device, the text and the mesh."""
-    world_size = int(os.getenv("WORLD_SIZE") or 1)
-    config.tp = config.tp or math.gcd(2, world_size)
-    config.pp = config.pp or math.gcd(2, world_size // config.tp)
-    if world_size % (config.tp * config.pp):
-        refuse(f"--tp {config.tp} x --pp {config.pp}: must divide the {world_size} ranks")
-    if config.heads % config.tp:
-        refuse(f"--heads {config.heads}: must be a multiple of --tp {config.tp}")
-    if config.layers < config.pp:
-        refuse(f"--layers {config.layers}: must be at least --pp {config.pp}")
-    config.dp = world_size // (config.tp * config.pp)
-    ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
-    choices = f" | zero {config.zero} | stages x replicas x parts:\n{ranks}"
-    device, text = set_up(config, choices, config.dp)
-    return device, text, Mesh(ranks)
 
 
 def parse(arguments=None):

@@ -5,20 +5,16 @@ Idea
     rank, turns there without a message, and comes up to rank 0, which computes the loss. B goes the same way
     back. So rank 0 has the embedding and the head, and their common weight needs no all-reduce.
 
-    With W as in zero_bubble.py, no rank is idle between its first action and its last if F, B and W take a
-    turn each: ZB-V (Zero Bubble, arXiv 2401.10241, section 6). DualPipeV, which Sea AI Lab made of a half of
-    DualPipe (arXiv 2412.19437, section 3.2.1), puts an F beside a B of the other stage, so that a GPU may
-    overlap the two. It is idle for N-1 turns. On rank i, with k microbatches:
+    With a later W, as in zero_bubble.py, this is ZB-V (Zero Bubble, arXiv 2401.10241, section 6). With 2N-1
+    microbatches or more, if F, B and W take a turn each, a rank is never idle between its first action and
+    its last, as with ZB-H2, and has at most 2N microbatches of one stage, a half of its layers, in flight: no
+    more activations than with ZB-H1. New beside zero_bubble.py: zb_v, _rank_of, `turned`.
 
-                   in flight, of both stages
-      zb-v         min(2k,k+i+1,2N)       as many activations on each rank as on 1f1b's first rank
-      dualpipe-v   min(2k,k+i+1,2N+1)
-
-Timeline (zb-v on 4 ranks, the first turns; f, b and w are those of the stage on the way up; . is idle)
-    rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 F7 B0 W0 f4 b4 w4 B1 W1 f5 b5 w5
-    rank 1 | .  F0 F1 F2 F3 F4 f0 F5 f1 b0 w0 f2 b1 w1 f3 b2 w2 F6 B0 W0 f4 b3 w3 F7 B1 W1 f5 b4 w4 B2
-    rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 B0 W0 f4 b2 w2 F6 B1 W1 f5 b3 w3 F7 B2 W2
-    rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 f4 b1 w1 F5 B1 W1 f5 b2 w2 F6 B2 W2 f6 b3
+Timeline (4 ranks, the first 20 turns; f, b and w are those of the stage on the way up; . is idle)
+    rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 F7
+    rank 1 | .  F0 F1 F2 F3 F4 f0 F5 f1 b0 w0 f2 b1 w1 f3 b2 w2 F6 B0 W0
+    rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 B0 W0 f4 b2
+    rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 f4 b1 w1 F5
 
 Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
     parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
@@ -35,15 +31,16 @@ Run
 
 Left out
     Refused: messages of several tensors or shapes; gradients that add up over several step(); other
-    numbers of microbatches than the schedule has; a step() after one that failed.
-    Not handled: what zero_bubble.py does not; more stages; F beside B at the same time, as in DualPipeV.
+    numbers of microbatches than the schedule has; a step() after one that failed; weights that ranks share.
+    Not noticed, not handled: what zero_bubble.py does not; more stages; DualPipeV, a half of DualPipe (arXiv
+    2412.19437), whose gain is that a GPU computes an F together with a B of the other stage.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections import defaultdict, deque, namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -58,49 +55,36 @@ from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward, W of weights
 NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
-MAX_SENT = 4  # times N: messages that a rank may keep until they arrive; with fewer, ranks wait for others
+MAX_SENT = 4  # times N: messages that a rank may keep because they have not arrived yet
 
 
-def phases_of(name, rank, n_ranks, n_microbatches):
-    """[(times, what a rank does so often)]: F or B of its stage 0 (down) or 1 (up), or W of the oldest B."""
+def zb_v(rank, n_ranks, n_microbatches):
+    """What a rank does: F, B of its stage on the way down, f, b of that on the way up; W of the oldest B."""
     below = n_ranks - rank - 1  # ranks that a microbatch has yet to go down
-    if name == "zb-v":
-        return [
-            (2 * below + 1, "F0"),
-            (rank, "F1 F0"),
-            (below + 1, "F1 B1 W"),
-            (n_microbatches - n_ranks, "F0 B0 W F1 B1 W"),
-            (rank, "B0 B1"),
-            (below + 1, "B0 W"),
-            (2 * rank, "W"),
-        ]
-    half = (rank + 1) // 2
-    warmup = [(2 * below, "F0"), (rank + 1, "F0 F1"), (below, "B1 W F1")]
-    steady = n_microbatches - 2 * n_ranks + rank + 1
-    cooldown = [(half, "B1 W B0 W"), (1 - rank % 2, "B1 W B0"), (half, "B1 B0"), (below, "W B0")]
-    return [*warmup, (steady, "F0 B1 W F1 B0 W"), (below, "B1 W F1 B0 W"), *cooldown, (rank + 1, "W")]
+    ops = "F" * (2 * below + 1)  # until microbatch 0 is back from the turn, for f
+    ops += "fF" * rank  # until its loss is computed, and its b comes
+    ops += "fbW" * (below + 1)  # until it is back from the turn, for B
+    ops += "FBWfbW" * (n_microbatches - n_ranks)  # steady state
+    ops += "Bb" * rank  # no forwards are left; ranks before this one wait for B, W can wait
+    ops += "BW" * (below + 1)
+    return ops + "W" * (2 * rank)
 
 
 def build_schedule(name, n_ranks, n_microbatches):
-    """Each rank's Actions, in order. name: zb-v, dualpipe-v."""
+    """Each rank's Actions, in order. name: zb-v."""
     schedule = []
     for rank in range(n_ranks):
-        stages = rank, 2 * n_ranks - 1 - rank
-        begun = defaultdict(int)  # {"F0": so many microbatches}
+        ops = {"zb-v": zb_v}[name](rank, n_ranks, n_microbatches)
         later = deque()  # what waits for its W
         actions = []
-        for times, phase in phases_of(name, rank, n_ranks, n_microbatches):
-            for what in phase.split() * times:
-                if what == "W":
-                    stage, j = later.popleft()
-                else:
-                    stage = stages[int(what[1])]
-                    j = begun[what]
-                    begun[what] += 1
-                if what[0] == "B":
-                    later.append((stage, j))
-                if j < n_microbatches:  # with few microbatches, some of the phases have nothing to do
-                    actions.append(Action(what[0], stage, j))
+        for i, op in enumerate(ops):
+            stage, j = (rank if op.isupper() else 2 * n_ranks - 1 - rank), ops[:i].count(op)
+            if op in "Bb":
+                later.append((stage, j))
+            if op == "W":
+                stage, j = later.popleft()
+            if j < n_microbatches:  # the last `below` Fs do not exist; with few microbatches, nor do others
+                actions.append(Action(op.upper(), stage, j))
         schedule.append(actions)
     return schedule
 
@@ -118,9 +102,9 @@ def split_layers(layers, n_stages):
 
 
 def deferred_linear(later, layer, x):
-    """A linear layer, x @ weight.t(), whose backward is only B. Autograd, which does B and W at once, is not
-    told of the weight. A hook, which gets the output's gradient, appends what W needs to later[-1]."""
-    output = nn.functional.linear(x, layer.weight.detach(), layer.bias)
+    """A linear layer without W in its backward: autograd is not told of the weight. A hook, which gets the
+    output's gradient, notes what W needs in later[-1], of the B that runs. (The bias's gradient is cheap.)"""
+    output = F.linear(x, layer.weight.detach(), layer.bias)
     if layer.weight.requires_grad:
         output.requires_grad_()  # even if neither x nor the bias needs a gradient
         output.register_hook(lambda grad: later[-1].append((layer.weight, grad, x.detach())))
@@ -128,20 +112,7 @@ def deferred_linear(later, layer, x):
 
 
 class Pipeline(nn.Module):
-    """Runs a schedule on layers split over all ranks. One microbatch after the other, a rank would do this:
-
-        x = microbatch if is_first else receive(rank - 1).requires_grad_()
-        output = layers(x)
-        if is_last:
-            loss_function(output, target).backward()
-        else:
-            send(output, rank + 1)
-            output.backward(receive(rank + 1))
-        if not is_first:
-            send(x.grad, rank - 1)
-
-    The problem is that all other ranks wait meanwhile. So here forward and backward are two methods, which a
-    rank calls in the order of its schedule, and it starts to receive a message before it needs it.
+    """Runs a schedule on layers split over all ranks, as zero_bubble.py's Pipeline, with two stages on each.
 
     layers: modules, each called with the output of the one before. ends: where each stage ends.
     loss_function(output, target): a mean. message: a tensor like those that stages send; it may be on the
@@ -165,7 +136,7 @@ class Pipeline(nn.Module):
         stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
         self.stages = nn.ModuleList([stages[self.rank], stages[-1 - self.rank]])
         self._share_parameters(stages)
-        self.later = deque()  # of each microbatch between B and W: [(weight, output's gradient, input)]
+        self.later = deque()  # for each microbatch between B and W [(weight, output's gradient, input)]
         for layer in self.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(deferred_linear, self.later, layer)
@@ -173,7 +144,7 @@ class Pipeline(nn.Module):
         # send could wait behind a receive that needs that send. In the first step no receive is posted early:
         # it blocks until its sender connects, and ranks could wait in a circle. Later one is. (A receive that
         # waits occupies a part of the GPU: many could leave no room to compute.)
-        # Both go down on one side of the V and up on the other: a group each.
+        # F, like B, goes down on one side of the V and up on the other: a group for each side.
         self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
         self.ahead = 0  # receives posted early
         self.posted = deque()  # (work, buffer) of each receive
@@ -185,20 +156,15 @@ class Pipeline(nn.Module):
 
     def _share_parameters(self, stages):
         """Start from rank 0's parameters, and keep those of this rank's stages."""
-        self.ranks_of = defaultdict(set)  # {parameter: the ranks whose stages have it}
+        self.owner = {}  # {parameter: the rank whose stages have it}
         for stage, module in enumerate(stages):
             for param in module.parameters():
-                self.ranks_of[param].add(self._rank_of(stage))
-        # A parameter of several ranks is a tie, such as an embedding that is also the head. Each of its ranks
-        # computes a part of its gradient, and an all-reduce among them adds up the parts.
-        self.ties = {}
+                rank = self.owner.setdefault(param, self._rank_of(stage))
+                assert rank == self._rank_of(stage), "a weight in stages of several ranks: copy it"
         self.shapes = {}  # of the parameters that are not here
-        for param, ranks in self.ranks_of.items():
+        for param, rank in self.owner.items():
             dist.broadcast(param.data, 0)
-            if len(ranks) > 1:
-                self.ties[param] = dist.new_group(ranks)  # all ranks must call it
-            if self.rank not in ranks:
-                self.ties.pop(param, None)
+            if rank != self.rank:
                 self.shapes[param] = param.shape
                 param.data = param.new_empty(0)  # frees it
 
@@ -209,7 +175,7 @@ class Pipeline(nn.Module):
         self.inputs, self.targets = inputs, targets
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         self.in_flight = {}
-        self.turned = {}  # {op: what the last rank has for the next F or B, of its other stage}
+        self.turned = {}  # {(op, stage): what the last rank's other stage has for it}
         self.to_post = deque(filter(self._needs_message, self.actions))
         for op, stage, j in self.actions:
             run = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}[op]
@@ -219,16 +185,13 @@ class Pipeline(nn.Module):
         for param in self.parameters():
             if param.requires_grad and param.grad is None:  # no microbatch has used it here
                 param.grad = torch.zeros_like(param)
-        for param, group in self.ties.items():
-            if param.requires_grad:
-                dist.all_reduce(param.grad, group=group)
         dist.all_reduce(self.loss)
         self.ahead = 1
         self.in_flight = None
         return self.loss
 
     def _forward(self, stage, j):
-        x = self.inputs[j] if stage == 0 else self._receive("F").requires_grad_()
+        x = self.inputs[j] if stage == 0 else self._receive("F", stage).requires_grad_()
         output = self.stages[stage // self.world_size](x)
         if stage == self.last_stage:
             output = self.loss_function(output, self.targets[j]) / len(self.targets)  # as gradients add up
@@ -240,9 +203,9 @@ class Pipeline(nn.Module):
         self.in_flight[stage, j] = x, output
 
     def _backward(self, stage, j):
-        self.later.append([])  # which the hooks of deferred_linear fill
+        self.later.append([])  # for the hooks of deferred_linear
         x, output = self.in_flight.pop((stage, j))
-        gradient = None if stage == self.last_stage else self._receive("B")
+        gradient = None if stage == self.last_stage else self._receive("B", stage)
         torch.autograd.backward(output, gradient)
         if stage > 0:
             self._send("B", stage - 1, x.grad)
@@ -254,12 +217,15 @@ class Pipeline(nn.Module):
             weight.grad.addmm_(grad.flatten(0, -2).t(), x.flatten(0, -2))
 
     def _needs_message(self, action):
-        return self._rank_of(action.stage - NEXT.get(action.op, 0)) not in (self.rank, -1)  # -1: no stage
+        if action.op == "W":
+            return False
+        source = action.stage - NEXT[action.op]
+        return 0 <= source <= self.last_stage and self._rank_of(source) != self.rank
 
-    def _receive(self, op):
+    def _receive(self, op, stage):
         """Wait for the message that this action needs. Start to receive the next one, too."""
-        if op in self.turned:
-            return self.turned.pop(op)
+        if (op, stage) in self.turned:
+            return self.turned.pop((op, stage))
         while self.to_post and len(self.posted) <= self.ahead:
             op, stage, _ = self.to_post.popleft()
             sender = self._rank_of(stage - NEXT[op])
@@ -274,7 +240,7 @@ class Pipeline(nn.Module):
     def _send(self, op, stage, tensor):
         self._check_message(tensor)
         if self._rank_of(stage) == self.rank:
-            self.turned[op] = tensor
+            self.turned[op, stage] = tensor
             return
         group = self.groups[op][stage // self.world_size]
         self.sent.append(dist.isend(tensor.contiguous(), self._rank_of(stage), group))
@@ -286,7 +252,7 @@ class Pipeline(nn.Module):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # so that there is one, if all are frozen
         for param in self.parameters():
-            if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
+            if param.grad is not None:
                 grads.append(param.grad)
         norms = torch._foreach_norm(grads, dtype=torch.float64)
         squares = torch.stack(norms).square().sum()
@@ -297,10 +263,10 @@ class Pipeline(nn.Module):
 
     def unsplit(self):
         """Give all ranks all layers, to save or to evaluate them. All ranks must call it."""
-        for param, ranks in self.ranks_of.items():
+        for param, rank in self.owner.items():
             if param in self.shapes:
                 param.data = param.new_empty(self.shapes[param])
-            dist.broadcast(param.data, min(ranks))
+            dist.broadcast(param.data, rank)
 
     # A reader may skip to train(): the rest of the class refuses what would hang, or go wrong silently.
 
@@ -326,10 +292,11 @@ class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h
 
 
 def train(config):
-    n_stages = 2 * int(os.getenv("WORLD_SIZE") or 1)
-    if n_stages > 2 * config.layers + 4:
-        refuse(f"--layers {config.layers}: too few for {n_stages // 2} ranks")
-    schedule = build_schedule(config.schedule, n_stages // 2, config.accum)
+    world_size = int(os.getenv("WORLD_SIZE") or 1)
+    schedule = build_schedule(config.schedule, world_size, config.accum)
+    n_stages = 2 * len(schedule)
+    if n_stages > 2 * (config.layers + 2):  # on the way down each rank needs parameters
+        refuse(f"--layers {config.layers}: too few for {n_stages} stages")
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
@@ -359,7 +326,7 @@ def train(config):
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--schedule", default="zb-v", choices=("zb-v", "dualpipe-v"))
+    own.set_defaults(schedule="zb-v")  # the only one
     DEFAULTS["accum"] = 4  # the default of --accum
     return read_flags(arguments, own)
 

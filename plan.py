@@ -27,6 +27,7 @@ Run
     python plan.py --size gpt2-xl --gpus 4 --gpu-gb 24 --micro-batch 8 --recompute all
 
 Left out
+    Launches of kernels and passes over memory: gpt2 took an H200 3.5 times as long (docs/results/plan.md).
     What is whole for a moment, two units and the embedding (at --size 7.5b 1.4 GB in zero2.py). What CUDA and
     NCCL take. What tensor parallelism sends for embedding, head and loss. Latency, interleaved 1F1B, grouped
     queries, causal masks (half of attention), experts' activations. ZeRO-2 and 3 on meshes; offload as a row.

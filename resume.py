@@ -1,16 +1,20 @@
 """Resume: sharded checkpoints, which N ranks save while training goes on and M ranks load.
 
 Idea
-    Each rank writes its 1/N of masters and moments to a file of its own; when all have confirmed, rank 0
-    publishes them with a manifest of all checksums. Until then they do not count, so a run may be killed at
-    any moment. Each of M ranks reads what its new part needs, whoever wrote it (ByteCheckpoint,
-    arXiv 2407.20143). Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021).
+    The optimizer is sharded, as in zero1.py: each rank has 1/N of the masters (the weights in fp32) and of
+    Adam's two moments, and writes them to a file of its own. When all have confirmed, rank 0 publishes the
+    files with a manifest of their checksums. Until then they do not count, so a run may be killed at any
+    moment. Each of M ranks reads what its part needs, whoever wrote it (ByteCheckpoint, arXiv 2407.20143).
+
+    Training waits for a copy in memory, not for the disk (CheckFreq, FAST 2021). Batches follow from --seed
+    and the step, and there is no dropout, so there is no position or random state to save. Save every
+    sqrt(2 x seconds that a save costs x seconds between failures) seconds (Young, 1974).
 
 Timeline
     training | step 9 | step 10 | copy | step 11 | step 12 | step 13
       saving |        |         |      | rank-0.bin, fsync | confirm | rename
 
-Memory (bytes: w a weight, m a number in fp32 at least, c fp32 in bf16, else 0; all letters: docs/formulas.md)
+Memory (bytes; P parameters; w of a weight; m of a master or moment: 4, in fp64 8; c: 4 in bf16, else 0)
     parameters    wP          all weights
     gradients     2wP+cP/N    each parameter's; a copy in one tensor; in bf16 the shard's in fp32
     optimizer     3mP/N       the shard's masters and two moments; as much on the host to save; on disk 3mP
@@ -18,17 +22,19 @@ Memory (bytes: w a weight, m a number in fp32 at least, c fp32 in bf16, else 0; 
 Sent (bytes that a rank of a ring sends in a step; a save sends a few numbers)
     all-reduce    2wP(N-1)/N
     all-gather    wP(N-1)/N
-    Save every sqrt(2 x seconds that a save costs x seconds between failures) seconds (Young, 1974).
 
 Run
     torchrun --nproc_per_node=4 resume.py --checkpoint runs/c --every 5    (then on 2, with --steps 40)
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    (else a death costs two restarts)
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    (else restarted ranks find the dead ones' addresses, and
+                                                   torchrun must restart all of them once more)
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint runs/xl
 
 Left out
-    ZeRO-1's reduce-scatter. Another --batch is refused. Another --lr, --clip, --accum or --data is not
-    noticed: training goes on with it. If nodes do not share the folder, its checkpoints lack other nodes'
-    files, and no run can load them. Two jobs in one folder spoil each other's saves.
+    ZeRO-1's reduce-scatter. Buffers, schedules and random states. The steps after the last multiple of
+    --every are in no checkpoint. Another --batch is refused. Not noticed: another --lr, --clip, --accum or
+    --data, with which training goes on; parameters in another order. If nodes do not share the folder, its
+    checkpoints lack other nodes' files, and no run can load them. Two jobs in one folder spoil each other's
+    saves. Links in it are followed. A power cut may take a folder that was made shortly before.
 """
 
 import argparse
@@ -37,7 +43,6 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +57,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def save(folder, flags, keep, group, step, state):
-    """Save a matrix; `state` is this rank's 1/N of its columns. All ranks must call it. False: it failed."""
+    """Save a matrix; `state` is this rank's 1/N of its columns. All ranks call it. Rank 0 returns whether it
+    succeeded, the others True."""
     draft = folder / f"draft-{step:08}"
     path = draft / f"rank-{dist.get_rank()}.bin"
     try:
@@ -76,38 +82,27 @@ def publish(folder, step, draft, flags, answers, keep):
                 raise answer
         path = draft / "manifest.txt"
         path.write_text("\n".join([target.name, *flags, *map(str, answers)]))
+        # All bytes and names must be on the disk, else a power cut may keep the new name and lose them.
         sync(path)
         sync(draft)
         draft.rename(target)
         sync(folder)
         for old in listed(folder, "step")[:-keep]:
             shutil.rmtree(old.rename(draft))  # killed here: half a draft, never half a step-*
-        return True
     except OSError as problem:
-        say(f"saving step {step}: {problem}")
+        say(f"step {step}: {problem}")
         shutil.rmtree(draft, ignore_errors=True)
-        return False
+    return target.is_dir()
 
 
 def listed(folder, kind):
-    """The steps or drafts in a folder, oldest first. What has another name is not ours to read or remove."""
+    """The steps or drafts in a folder, oldest first. Files with other names are neither read nor removed."""
     return sorted(folder.glob(f"{kind}-{8 * '[0-9]'}"))
 
 
-def make_folder(folder):
-    """Make a folder, and those above it. Their names are then on the disk."""
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync(folder.parent)
-
-
 def load(folder, flags, group, state, numel):
-    """Fill this rank's state, of numel columns in all, from the newest checkpoint. Returns its step, or 0."""
-    make_folder(folder)
-    for path in listed(folder, "draft") + listed(folder, "step"):
-        if path.is_symlink():  # save() would write through it
-            raise ValueError(f"{path} is a link; remove it")
+    """Fill this rank's state, a part of numel columns, from the newest checkpoint. Returns its step, or 0."""
+    folder.mkdir(parents=True, exist_ok=True)
     found = [max(listed(folder, "step"), default=None)]
     dist.broadcast_object_list(found, group=group)  # what rank 0 sees
     newest = found[0]
@@ -121,12 +116,13 @@ def load(folder, flags, group, state, numel):
     for line, ours in zip(lines, [newest.name, *flags]):
         if line != ours:
             raise ValueError(f"{path} has {line!r}, not {ours!r}; remove {newest}, or use its flags")
-    checksums = lines[1 + len(flags) :] or ["none"]
-    n_columns = -(-numel // len(checksums))  # of each file
+    checksums = lines[1 + len(flags) :] or ["none"]  # of the files of the ranks that saved
+    n_columns = -(-numel // len(checksums))  # of each file, rounded up: the last one ends in zeros
     for i, expected in enumerate(checksums):
         path = newest / f"rank-{i}.bin"
         total = torch.tensor(read(path, i * n_columns, n_columns, state))
-        dist.all_reduce(total, group=group)  # each column was read on one rank; padding is zeros
+        # Each column was read on exactly one rank, or is padding, whose zeros add nothing.
+        dist.all_reduce(total, group=group)
         if f"{total}" != expected:
             raise ValueError(f"{path} is not as manifest.txt says; remove {newest} to use an older one")
     return int(newest.name.removeprefix("step-"))
@@ -147,12 +143,12 @@ def read(path, start, n_columns, state):
 
 
 def checksum(part, start):
-    """Sum, mod 2^64, of all 32-bit words, each times a weight of its place. Sums of parts add up."""
+    """Sum, mod 2^64, of all 32-bit words, each times an odd number that no other place of the matrix has.
+    Unlike CRCs, checksums of a file's parts, which different ranks read, add up to the file's."""
     words = part.view("i4")  # of 64 bits two flipped signs would add up to 2^64
-    start *= part.itemsize // 4
-    of_row = 0x61C8864680B583EB ** np.arange(len(words))  # 2^64/golden ratio^2: no two rows share a weight
-    of_column = 2 * np.arange(start, start + words.shape[1]) + 1
-    return int(np.einsum("i,ij,j->", of_row, words, of_column))
+    column = np.arange(words.shape[1]) + start * part.itemsize // 4
+    of_row = 3 ** (25 * np.arange(len(words)))
+    return int(np.einsum("i,ij,j->", of_row, words, 2 * column + 1))
 
 
 def sync(path):
@@ -168,9 +164,10 @@ def say(text):
 
 
 class ShardedOptimizer:
-    """Parameters are parts of one vector; this rank steps 1/N. `state` (3, P/N): its masters and moments."""
+    """Parameters are parts of one vector, of which this rank updates 1/N. `state` (3, P/N): its masters and
+    Adam's moments, as rows of one tensor, so that a save is one copy. (SGD leaves the moments 0.)"""
 
-    def __init__(self, params, optimizer_class, **options):
+    def __init__(self, params: list[nn.Parameter], optimizer_class: type[torch.optim.Optimizer], **options):
         self.params = params
         self.numel = sum(map(torch.numel, params))
         self.padding = params[0].new_zeros(-self.numel % dist.get_world_size())
@@ -182,20 +179,22 @@ class ShardedOptimizer:
         self.shard = nn.Parameter(self.state[0])
         self.optimizer = optimizer_class([self.shard], **options)
         self.steps = torch.zeros((), device=self.weights.device)
+        # As torch's Adam names them. It would make moments of its own at the first step if there were none.
         state = {"step": self.steps, "exp_avg": self.state[1], "exp_avg_sq": self.state[2]}
-        self.optimizer.state[self.shard] = state  # else the first step would make it elsewhere
+        self.optimizer.state[self.shard] = state
 
     def step(self, max_norm):
-        """Clip the gradients' norm to max_norm, then step. Returns the norm before clipping."""
+        """Clip the gradients' norm to max_norm, then update. Returns the norm before clipping."""
         flat_grad = parameters_to_vector([*(param.grad for param in self.params), self.padding])
         dist.all_reduce(flat_grad)
-        parts = flat_grad.split(2**24)  # which are copied to fp64, one by one
-        norm = sum(part.norm(dtype=torch.float64) ** 2 for part in parts).sqrt()
+        (norm,) = torch._foreach_norm([flat_grad], dtype=torch.float64)
         self.shard.grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()].to(self.shard)
-        self.shard.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
+        nn.utils.clip_grads_with_norm_(self.shard, max_norm, norm.to(self.shard))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.unshard()
+        if len(self.optimizer.state[self.shard]) > 3:
+            raise ValueError("no checkpoint has this optimizer's state: take AdamW, or SGD without momentum")
         return norm
 
     def unshard(self):
@@ -204,37 +203,35 @@ class ShardedOptimizer:
 
 
 def resume(config, sharded):
-    """Load the newest checkpoint. Returns a function that starts a save, and a buffer for its state."""
-    flags = ["format 3"]
+    """Load the newest checkpoint. Returns save()'s arguments but the last two, and a buffer for its state."""
+    flags = ["format 4"]
     for name in (*SHAPE, "dtype", "optim", "seed", "batch"):
         flags.append(f"{name} {getattr(config, name)}")
     group = dist.new_group(backend="gloo")  # for the thread that saves
     try:
         steps = load(config.checkpoint, flags, group, sharded.state, sharded.numel)
-        if steps > config.steps:
-            raise ValueError(f"has step {steps}; --steps {config.steps}: must be {steps} or more")
-        if steps == config.steps:
-            say(f"has step {steps} already; raise --steps to go on")
-        sharded.steps.fill_(steps)
     except (OSError, ValueError) as problem:
         refuse(f"--checkpoint {config.checkpoint}: {problem}")
+    if steps >= config.steps:
+        say(f"has step {steps} already; raise --steps to go on")
     for draft in listed(config.checkpoint, "draft"):
         shutil.rmtree(draft, ignore_errors=True)  # a killed run left it
+    sharded.steps.fill_(steps)
     sharded.unshard()
     snapshot = torch.empty_like(sharded.state, device="cpu", pin_memory=sharded.state.is_cuda)
-    return partial(ThreadPoolExecutor(1).submit, save, config.checkpoint, flags, config.keep, group), snapshot
+    return (config.checkpoint, flags, config.keep, group), snapshot
 
 
 def train(config):
     """Train with these flags, from the newest checkpoint on."""
     device, text = set_up(config, f" | checkpoint {config.checkpoint} | every {config.every}")
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
     sharded = ShardedOptimizer(list(model.parameters()), OPTIMIZERS[config.optim], lr=config.lr, fused=True)
-    saving = ThreadPoolExecutor(1).submit(bool, True)  # as if a save had succeeded
+    thread = ThreadPoolExecutor(1)
+    saving = thread.submit(bool, True)  # as if a save had succeeded
     if config.checkpoint:
-        start_save, snapshot = resume(config, sharded)
+        how, snapshot = resume(config, sharded)
     for step in range(int(sharded.steps) + 1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
@@ -248,9 +245,9 @@ def train(config):
         if config.checkpoint and step % config.every == 0:
             if not saving.done():
                 say(f"step {step} waits for the save before it; raise --every")
-            saving.result()
-            saving = start_save(step, snapshot.copy_(sharded.state).numpy())
-        if config.no_overlap or step == config.steps:
+            saving.result()  # which still reads the snapshot
+            saving = thread.submit(save, *how, step, snapshot.copy_(sharded.state).numpy())
+        if config.no_overlap:
             saving.result()
         print_step(config, step, loss, grad_norm, started)
     if config.save and rank == 0:

@@ -169,7 +169,7 @@ run_all() { # and print the name of each as it ends
             ;;
         diloco) # which is ddp.py with these flags alone
             run "$lesson-alone" "$python" tools/ledger.py single.py $as_ddp
-            run "$lesson" "$torchrun=$ranks" "$watched" --inner-steps 1 --outer-lr 1 $as_ddp
+            run "$lesson" "$torchrun=$ranks" "$watched" --inner-steps 1 --outer-lr 1 --outer-momentum 0 $as_ddp
             ;;
         resume) # which stops after 5 steps and goes on with half the ranks
             saves="--checkpoint runs/checkpoints --every 5"

@@ -1,14 +1,14 @@
 """Sequence parallelism: tensor parallelism in which the replicated activations are split too, by tokens.
 
 Idea
-    In tensor_parallel.py all ranks compute all norms and residuals, and keep their inputs. Here each rank has
-    1/N of every sequence's tokens there. A column-parallel layer needs all tokens, so it all-gathers them. A
-    row-parallel layer's sum is needed for this rank's tokens only, so it is reduce-scattered. These two send
-    as much as one all-reduce; backward all-gathers x again (arXiv 2205.05198, section 4.2.2).
+    In tensor_parallel.py all ranks compute all norms and residuals, and keep their inputs. Here each does so
+    for 1/N of the tokens. A column-parallel layer gathers tokens, a row-parallel one reduce-scatters sums.
+    Together they send as much as one all-reduce, but backward gathers x once more (arXiv 2205.05198, section
+    4.2.2). New beside tensor_parallel.py: start_all_gather, start_reduce_scatter, sum_replicated.
 
 Timeline (backward of an MLP; in forward, nothing can be computed while tokens or sums travel)
-    compute | down, gelu | up (x's gradient) | up (gradients of weight, bias)  | norm, proj, attention, ...
-    network |            | all-gather of x   | reduce-scatter of x's gradient  |
+    compute |                     | down, gelu, up (x's gradient) | up (gradients of weight, bias) | norm, ...
+    network | gather the gradient | all-gather of x               | reduce-scatter x's gradient    |
 
 Memory (bytes on each of N ranks)
     P parameters, r = (6L+2)h of them replicated: norms, biases added after a sum
@@ -20,13 +20,12 @@ Memory (bytes on each of N ranks)
     parameters    (w+c)((P-r)/N+r)
     gradients     w((P-r)/N+r)+3cG/2
     optimizer     K((P-r)/N+r)
-    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)
-    All ranks keep 2 numbers of each token's loss. The rest is split.
+    activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)   all is split but 2 numbers of each token's loss
 
 Sent (bytes, by each rank in each step of k microbatches)
-    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N         2L+1 in forward, 2L+1 in backward, two numbers of a loss
-    all-gather        kbs((6L+3)wh+2m)(N-1)/N         2L+1 in forward, again in backward, 2L+1 of gradients
-    all-reduce        2(rw+kbsm)(N-1)/N                 gradients of what is replicated; a number of a loss
+    reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N    forward: 2L+1 sums, backward: 2L+1; each loss's 2 numbers
+    all-gather        kbs((6L+3)wh+2m)(N-1)/N    forward: x 2L+1 times, backward: x again, 2L+1 gradients
+    all-reduce        2(rw+kbsm)(N-1)/N          gradients of what is replicated; a number of each loss
 
 Run
     torchrun --nproc_per_node=2 sequence_parallel.py
@@ -37,6 +36,7 @@ Left out
     Wrong, and not noticed: a split weight used outside of its layer, as by GPT's head (see ParallelGPT);
     heads that N does not divide; a wrong number of stacked matrices; an optimizer for whole matrices (Muon);
     torch's clip_grad_norm_ and state_dict(), which know only this rank's part; gradients of gradients.
+    So are different batches; a loss not divided by N; equal seeds for dropout; no sum_replicated(), or two.
     Not handled: data parallelism beside it; creating the weights already split, not all of them first;
     outside of the split layers, what does not treat each token alone; lengths that N does not divide.
 """
@@ -60,16 +60,21 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class CopyInput(torch.autograd.Function):
+# Letters in comments say how a tensor differs over ranks (the notation of spmd_types). V: it varies, as does
+# its gradient. P: it is this rank's part of a sum over ranks. R: all ranks have the same, but use it for
+# different things, so its gradient is P; and that of a P is R. I: they have the same, and so is the gradient.
+
+
+class GatherTokens(torch.autograd.Function):
     """The paper's g: forward gives each rank all tokens of x; backward adds up their gradients."""
 
     @staticmethod
     def forward(ctx, x):
-        return gather_tokens(x)
+        return start_all_gather(x)()  # V -> R
 
     @staticmethod
     def backward(ctx, grad):  # this rank's part of the sum
-        return scatter_sums(grad)
+        return start_reduce_scatter(grad)()  # P -> V
 
 
 class SumPartials(torch.autograd.Function):
@@ -77,16 +82,16 @@ class SumPartials(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return scatter_sums(x)
+        return start_reduce_scatter(x)()  # P -> V
 
     @staticmethod
     def backward(ctx, grad):
-        return gather_tokens(grad)
+        return start_all_gather(grad)()  # V -> R
 
 
 def naive_mlp(x, up, down):
-    """All of it, if time and memory do not matter: x is (b, s/N, h), up (4h/N, h), down (h, 4h/N)."""
-    x = CopyInput.apply(x)
+    """All of it, if time and memory do not matter: x (b, s/N, h), up (4h/N, h) and down (h, 4h/N) are V."""
+    x = GatherTokens.apply(x)  # V -> R
     hidden = F.gelu(x @ up.T)  # (b, s, 4h/N): some of the features, but with their final values
     return SumPartials.apply(hidden @ down.T)
 
@@ -95,9 +100,8 @@ def naive_mlp(x, up, down):
 # final values. If the first product were a sum of parts too, the ranks would have to add it up before GELU.
 # So a column-parallel layer is followed by a row-parallel one, and each such pair needs a single sum.
 #
-# The problem is backward, which waits for CopyInput's message. Meanwhile it could compute the gradient of
-# `up`, which needs no message. The class below therefore does CopyInput and the product in one.
-# It keeps this rank's tokens of x alone, and gathers x again in backward. (Autograd would keep all of x.)
+# The problem is backward, which waits for GatherTokens' message and keeps all of x. The class below does
+# GatherTokens and the product in one: it keeps this rank's tokens, and computes while messages travel.
 
 
 class ColumnParallelLinear(torch.autograd.Function):
@@ -106,53 +110,46 @@ class ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return F.linear(gather_tokens(x), weight, bias)
+        return F.linear(start_all_gather(x)(), weight, bias)  # V -> R -> V
 
     @staticmethod
     def backward(ctx, grad):  # (b, s, out/N)
         x, weight = ctx.saved_tensors
         # All of x travels while this rank computes the gradient of x, a partial sum. That travels while this
         # rank computes the gradient of its weight, which needs all of x.
-        all_gather_work, shards = start_all_gather(x)
-        reduce_scatter_work, partials = start_reduce_scatter(grad @ weight)
-        all_gather_work.wait()
+        wait_for_x = start_all_gather(x)  # V
+        wait_for_grad_x = start_reduce_scatter(grad @ weight)  # P
+        x = wait_for_x()  # R
         grad = grad.flatten(0, -2)
-        grad_weight = grad.T @ shards.flatten(0, -2)
+        grad_weight = grad.T @ x.flatten(0, -2)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        reduce_scatter_work.wait()
-        return partials.sum(0), grad_weight, grad_bias
-
-
-def gather_tokens(x):
-    """All ranks' tokens: x (b, s/N, h) -> (b, s, h)."""
-    work, shards = start_all_gather(x)
-    work.wait()
-    return shards.flatten(1, 2)
-
-
-def scatter_sums(x):
-    """The sums over all ranks, for this rank's tokens: x (b, s, h) -> (b, s/N, h)."""
-    work, partials = start_reduce_scatter(x)
-    work.wait()
-    return partials.sum(0)
+        return wait_for_grad_x(), grad_weight, grad_bias  # V
 
 
 def start_all_gather(x):
-    """Start to all-gather x (b, s/N, h). Returns the work, and (b, N, s/N, h) that it fills."""
+    """Start to gather all ranks' x (b, s/N, h), V. Returns what waits for it, and returns (b, s, h), R."""
     shards = x.new_empty(dist.get_world_size(), *x.shape)
     work = all_gather(shards, x[None].contiguous(), async_op=True)
-    return work, shards.movedim(0, 1)
+
+    def wait():
+        work.wait()
+        return shards.movedim(0, 1).flatten(1, 2)
+
+    return wait
 
 
 def start_reduce_scatter(x):
-    """Start to reduce-scatter x (b, s, h). Returns the work, and what it fills: its sum(0) is (b, s/N, h)."""
+    """Start to add up all ranks' x (b, s, h), P. Returns what waits for it, and returns (b, s/N, h), V."""
     given = torch.stack(x.chunk(dist.get_world_size(), 1))
-    # gloo's own reduce-scatter sends twice as much as this all-to-all, whose parts are summed at the end.
-    if dist.get_backend() == "gloo":
-        received = torch.empty_like(given)
-        return dist.all_to_all_single(received, given, async_op=True), received
-    received = torch.empty_like(given[:1])
-    return reduce_scatter(received, given, async_op=True), received
+    gloo = dist.get_backend() == "gloo"  # its reduce-scatter sends twice as much as an all-to-all and sum(0)
+    received = torch.empty_like(given if gloo else given[:1])
+    work = (dist.all_to_all_single if gloo else reduce_scatter)(received, given, async_op=True)
+
+    def wait():
+        work.wait()
+        return received.sum(0)
+
+    return wait
 
 
 def column_parallel(linear, x):
@@ -212,7 +209,7 @@ def own_range(size):
 # GPT's head is no layer: it uses the weight of `tokens`. See ParallelGPT, at the end of this file.
 PLAN = {
     "tokens": (vocab_parallel, 0, 1),
-    "positions": (vocab_parallel, 0, 1),
+    "positions": (vocab_parallel, 0, 1),  # its rows; ParallelGPT uses just the weight
     "blocks.*.qkv": (column_parallel, 0, 3),  # q, k, v
     "blocks.*.proj": (row_parallel, 1, 1),
     "blocks.*.up": (column_parallel, 0, 1),
@@ -221,11 +218,11 @@ PLAN = {
 
 
 class SequenceParallel:
-    """As TensorParallel, with (b, s/N, h) between the layers of the plan, which must contain all matrices.
+    """Splits the layers of a module that a plan such as PLAN names, in place.
 
     The caller must divide by N the sizes in a forward() that depend on a split, such as the number of heads;
-    nothing checks this. Each rank calls backward() for its own share of the loss. Call clip_grad_norm_ below
-    before each update, if only with infinity: it also adds up the ranks' gradients of replicated weights."""
+    nothing checks this. All ranks get the same batch; between split layers x is (b, s/N, h). A rank calls
+    backward() of its share of the mean loss; once in a step sum_replicated(); and then clip_grad_norm_."""
 
     def __init__(self, module: nn.Module, plan: dict[str, tuple]):
         self.module = module
@@ -249,16 +246,16 @@ class SequenceParallel:
             param.data = param.data.index_select(dim, indices)
         check_plan(module, plan, planned, self.split)
 
+    def sum_replicated(self):
+        """Add up the gradients of replicated parameters, of which each rank has its tokens' part: P -> I."""
+        for param in self.module.parameters():
+            if param.grad is not None and param not in self.split:
+                dist.all_reduce(param.grad)
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before, in fp64."""
         params = [param for param in self.module.parameters() if param.grad is not None]
-        # Of a replicated parameter, each rank has the gradient of its own tokens.
-        replicated = [param.grad for param in params if param not in self.split]
-        if replicated:
-            flat_grad = nn.utils.parameters_to_vector(replicated)
-            dist.all_reduce(flat_grad)
-            nn.utils.vector_to_parameters(flat_grad, replicated)
         norms = torch._foreach_norm([param.grad for param in params], dtype=torch.float64)
         squares = torch.zeros_like(norms[0])
         for param, norm in zip(params, norms):
@@ -336,10 +333,11 @@ def train(config):
         for inputs, targets in microbatches(config, text, step, device):
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
             losses = parallel_cross_entropy(model(inputs), targets, config.vocab)
-            microloss = losses.mean() / world_size / config.accum
+            microloss = losses.mean() / world_size / config.accum  # P
             microloss.backward()
             loss += microloss.detach()
-        dist.all_reduce(loss)
+        dist.all_reduce(loss)  # P -> I
+        parallel.sum_replicated()
         grad_norm = parallel.clip_grad_norm_(config.clip)
         optimizer.step()
         model.zero_grad()

@@ -2,12 +2,14 @@
 
 Idea
     Workers are DDP replicas, started by a launcher that hosts a key-value store. In each step they sum their
-    gradients, and each votes in the store once it has the sum. When all have voted, the step is committed,
-    and all update their weights. If one dies or hangs, the step is aborted before any weight has changed. The
-    others form the next generation, split the batch anew and repeat it: losses and weights are single.py's.
+    gradients, and each votes in the store once it has the sum: a death may leave some with it and others
+    without. When all have voted, the step is committed, and all update their weights. If one dies or hangs
+    before it votes, the step is aborted before any weight has changed. The others form the next generation,
+    split the batch anew and repeat the step: losses and weights are single.py's, up to rounding.
 
-    The store's compare-and-set settles each question once: is this step committed or aborted? Who belongs to
-    the next generation? (The first list that anyone proposes. Two-phase commit: Gray 1978.)
+    The store's compare-and-set writes a key only if it is unset, so each question has one answer: is this
+    step committed or aborted? Who belongs to the next generation? (The first list that anyone proposes.
+    Two-phase commit: Gray 1978.)
 
 Timeline (v: votes in the store)
     worker 0, 1 | compute 3 | all-reduce v update | compute 4 | all-reduce: abort | agree, connect | compute 4
@@ -21,8 +23,8 @@ Memory (bytes; P parameters, N members)
 Sent (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N
 
-    A newcomer is sent the weights and moments of the first member, pickled. For that time they take up to
-    twice their memory more on the first member, and up to four times on the newcomer.
+    A newcomer is sent the weights and moments of the first member, pickled. For that time the first member
+    holds up to twice their bytes extra, and the newcomer up to four times.
 
 Run
     python survive.py --workers 4 --kill 1@5 2@9 --join 12
@@ -31,11 +33,15 @@ Run
 
 Left out
     Overlap and buckets (ddp.py); shards, which would need copies; launchers on several nodes. NCCL among the
-    workers: it raises no error for a death. Nor does gloo on macOS: each death costs --timeout there.
+    workers: it does not reliably report a death. Nor does gloo on macOS: each death costs --timeout there.
 
-    Telling slow from hung. If a worker keeps the others waiting for more than three times --timeout, in a
-    step or while it sends its state to a newcomer, they go on without it. Nobody hurries one that saves, or
-    that alone has the weights: if it hangs, kill it. If all die while one saves, the file is incomplete.
+    Telling slow from hung. Workers wait for one that hangs for three timeouts, one in the collective and two
+    for its answer, then go on without it. If all have answered, one was slow, and the timeout doubles. A
+    worker that hangs while it saves, or that alone has the weights, is waited for without limit: kill it. If
+    all die while one saves, the file is incomplete.
+
+    Not noticed: --data that changes; data iterators, dropout, buffers and schedules, which a repeated step
+    would use twice and a newcomer would lack; a collective outside attempt(), which may hang.
 
     Security. Whoever can log in to this node can write to the store.
 """
@@ -48,7 +54,6 @@ import os
 import socket
 import sys
 import time
-import zlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,20 +71,24 @@ class Members:
     Keys begin with the generation's number: a worker that wakes up after being dropped writes to keys that
     nobody reads any more. Without a store there is one generation, and nobody votes. config: see parse()."""
 
-    def __init__(self, config, store=None, worker=0):
+    def __init__(self, config, store=None, worker: int = 0):
         self.config = config
         self.store = store
         self.worker = worker  # its number, for good; its rank may change
-        self.timeout = timedelta(seconds=150 if store else 0)  # until all have started; 0: none
+        self.timeout = timedelta(seconds=150 if store else 0)  # until all have started; 0: no limit
         self.generation = 0
-        self.members = range(config.workers)  # of this generation, newcomers last
-        self.state = [1]  # the step, and what regroup() was given; None on a newcomer that waits for it
+        self.members = list(range(config.workers))  # of this generation, newcomers last
+        self.snapshot = [1]  # the step, and what regroup() was given; None on a newcomer that waits for it
+        self.attempted = 0, 0  # the last attempt's generation and step
 
     def attempt(self, step, communicate, *arguments):
-        """Whether communicate(*arguments) has succeeded on all members."""
+        """Whether communicate(*arguments) has succeeded on all members. If not, call regroup() next."""
         if not self.store:
             communicate(*arguments)
             return True
+        if (self.generation, step) <= self.attempted:
+            raise ValueError(f"step {step}: attempt each step once, in order, and regroup() after a failure")
+        self.attempted = self.generation, step
         key = f"{self.generation}/{step}"
         try:
             self.store.set(f"{self.generation}/now", f"{step}")
@@ -95,10 +104,10 @@ class Members:
         return self.decision == b"committed"
 
     def regroup(self, step, *parts):
-        """Begin generations until the members of one are connected."""
+        """Begin generations until the members of one are connected; also the start, with generation 1."""
         started = time.perf_counter()
-        self.before = self.members  # of the last generation that has begun
-        self.state = [step, *(part.state_dict() for part in parts)]
+        before = self.members
+        self.snapshot = [step, *(part.state_dict() for part in parts)]
         while not self.agree():
             if self.worker not in self.members:
                 sys.exit(
@@ -106,33 +115,38 @@ class Members:
                 )
         if self.generation > 1 and dist.get_rank() == 0:
             print(
-                f"generation {self.generation} | {self.before} -> {self.members}"
+                f"generation {self.generation} | {before} -> {self.members}"
                 f" in {time.perf_counter() - started:.2f} s | step {step} again"
             )
 
-    def agree(self):
-        """Sign up for the next generation. Returns whether it has begun, with this worker."""
+    def agree(self, now=0):
+        """Sign up for the next generation. Returns whether it has begun, with this worker.
+        now: the step that a newcomer aborts, or the first after it that is not decided yet."""
         self.generation += 1
         key = f"{self.generation}/members"
-        # Others may wait for this worker in a collective: let them see it leave. But if they have agreed on a
-        # list already, it hung, and they left: on macOS it would now wait for them.
+        # Leave the old group, so that members who wait in its collectives fail. If the list exists, they have
+        # left already (and on macOS this would block).
         if dist.is_initialized() and not self.store.check([key]):
             dist.destroy_process_group()
-        dist.distributed_c10d._world.group_count = 0  # part of a group's name; not so if it failed to form
+        # All must give the new group the same name, of which this is a part. A failed init leaves it larger.
+        dist.distributed_c10d._world.group_count = 0
         self.store.append(f"{self.generation}/answers", f"{self.worker} ")
-        if self.state:  # a newcomer waits for the others' list
+        if self.snapshot:
             self.store.compare_set(key, "", str(self.propose()))
-        members = json.loads(self.store.get(key))
-        if self.state and members == self.members:  # nobody has died: somebody is slow
+        else:  # a newcomer, who has signed up before it aborts the step, so that the others' list has it
+            while self.store.compare_set(f"{self.generation - 1}/{now}", "", "a newcomer") == b"committed":
+                now += 1
+        members = json.loads(self.store.get(key))  # waits for the list
+        if members == self.members and self.generation > 1:  # nobody has died: somebody is slow
             self.timeout *= 2
         else:
             self.timeout = timedelta(seconds=self.config.timeout)
         self.members = members
-        return self.worker in members and self.attempt(0, self.connect)  # a step before all others
+        return self.worker in members and self.attempt(0, self.connect)  # voted on as a step, number 0
 
     def propose(self):
-        """The list of those who have signed up, once all have who live, or after twice the timeout: another
-        member may only just have begun to wait in a collective."""
+        """Wait until every living member has signed up, or twice the timeout (one may notice the failure a
+        timeout late). Returns who has."""
         deadline = time.monotonic() + 2 * self.timeout.total_seconds()
         while True:
             answers = set(map(int, self.store.get(f"{self.generation}/answers").split()))
@@ -143,39 +157,37 @@ class Members:
             time.sleep(0.01)
 
     def connect(self):
-        """Make the generation's process group, and send the first member's state to newcomers."""
+        """Make the generation's process group, and send the first member's snapshot to newcomers."""
         rank = self.members.index(self.worker)
-        os.environ["RANK"] = str(rank)  # so that refuse() speaks on the first one
+        os.environ["RANK"] = str(rank)  # refuse() prints only on rank 0
         if len(self.members) < self.config.min_workers:
             refuse(f"--min-workers {self.config.min_workers}: only workers {self.members} are left")
-        if self.timeout.total_seconds() > 99 * self.config.timeout:
+        if self.timeout.total_seconds() > 99 * self.config.timeout:  # it has doubled seven times
             refuse(f"no worker has died, yet every attempt fails: {self.decision.decode()}")
         store = dist.PrefixStore(f"{self.generation}/group", self.store)
         dist.init_process_group("gloo", None, self.timeout, len(self.members), rank, store)
-        if not self.state:
+        if not self.snapshot:
             received = [None]
             dist.recv_object_list(received, 0)
-            self.state = received[0]
+            self.snapshot = received[0]
         elif rank == 0:
-            for newcomer in set(self.members).difference(self.before):
-                dist.send_object_list([self.state], self.members.index(newcomer))
+            for peer, member in enumerate(self.members):
+                if not self.store.check([f"has_weights/{member}"]):
+                    dist.send_object_list([self.snapshot], peer)
 
     def enter(self, step):
-        """A newcomer's way in, from this step on: sign up for the next generation, and abort the first step
-        that is not yet decided."""
+        """A newcomer's way in, from this step on."""
         while True:
             time.sleep(0.01)
-            self.state = None
+            self.snapshot = None  # also if it came, but the generation did not form
             self.generation, self.members, now = look(self.store)
-            if now >= step or self.worker in self.members:  # else a generation without it is about to form
-                self.store.append(f"{self.generation + 1}/answers", f"{self.worker} ")
-                while self.store.compare_set(f"{self.generation}/{now}", "", "a newcomer") == b"committed":
-                    now += 1
-                if self.agree():
-                    return self.store.set(f"able/{self.worker}", "")
+            # If the others have put it on their list, they wait for it: whatever the step.
+            if (now >= step or self.worker in self.members) and self.agree(now):
+                return self.store.set(f"has_weights/{self.worker}", "")
 
-    def may_save(self):
-        """Whether to save, as the first member alone does. The others wait, in case those before them die."""
+    def wait_for_turn_to_save(self):
+        """Returns whether to save. The first member does. The others wait, as they save if those before them
+        die; after the save the launcher ends them."""
         if self.store:
             self.store.wait([f"dead/{worker}" for worker in self.members[: dist.get_rank()]])
         return self.store or dist.get_rank() == 0
@@ -187,19 +199,19 @@ def look(store):
     while store.check([f"{generation + 1}/members"]):
         generation += 1
     members = json.loads(store.get(f"{generation}/members")) if generation else []
-    return generation, members, store.add(f"{generation}/now", 0)
+    return generation, members, store.add(f"{generation}/now", 0)  # to add 0 is to read
 
 
 def flatten_grads(module):  # makes all gradients views of one vector, to which backward then adds
     params = list(module.parameters())
-    flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
+    flat_grad = nn.utils.parameters_to_vector(params).detach().zero_()
     for param, view in zip(params, unflatten(flat_grad, params)):
         param.grad = view
     return flat_grad
 
 
 def backward(config, model, batches):
-    """Add the gradient of this rank's part of the batch. Returns the part's share of the mean loss."""
+    """Add the gradient of this rank's part of the batch. Returns what the part adds to the mean loss."""
     loss = torch.zeros((), dtype=torch.float64, device=model.norm.weight.device)
     for batch in batches:
         inputs, targets = (part.tensor_split(dist.get_world_size())[dist.get_rank()] for part in batch)
@@ -216,6 +228,16 @@ def all_reduce(timeout, *tensors):
         dist.all_reduce(tensor, async_op=True).wait(timeout)
 
 
+@torch.no_grad()
+def update(model, masters, optimizer, max_norm):  # returns the gradient's norm before clipping
+    for weight, master in zip(model.parameters(), masters.parameters()):
+        master.grad = weight.grad.to(master.dtype)
+    grad_norm = nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
+    optimizer.step()
+    torch._foreach_copy_(list(model.parameters()), list(masters.parameters()))
+    return grad_norm
+
+
 def train(config, members=None):
     """As one of launch()'s workers, which these members are; or under torchrun."""
     members = members or Members(config)
@@ -224,13 +246,10 @@ def train(config, members=None):
     if config.dtype == "bf16":
         masters.float()  # which the optimizer updates (arXiv 1910.02054, 3.1)
     optimizer = OPTIMIZERS[config.optim](masters.parameters(), lr=config.lr, fused=True)
-    step, *states = members.state
-    for part, state in zip((masters, optimizer), states):
+    step, *states = members.snapshot
+    for part, state in zip((masters, optimizer), states):  # a newcomer's
         part.load_state_dict(state)
-    members.state = states = None  # a newcomer's copy
-    checksum = f"{zlib.crc32(text.numpy())}"
-    if members.store and members.store.compare_set("text", "", checksum) != checksum.encode():
-        sys.exit(f"survive.py: worker {members.worker} is out: --data {config.data} has changed")
+    members.snapshot = states = None
     model = copy.deepcopy(masters).bfloat16() if config.dtype == "bf16" else masters
     flat_grad = flatten_grads(model)
     while step <= config.steps:
@@ -238,23 +257,13 @@ def train(config, members=None):
         flat_grad.zero_()  # what an aborted attempt has left
         loss = backward(config, model, microbatches(config, text, step, device))
         if members.attempt(step, all_reduce, members.timeout, flat_grad, loss):
-            grad_norm = take_step(model, masters, optimizer, config.clip)
+            grad_norm = update(model, masters, optimizer, config.clip)
             print_step(config, step, loss, grad_norm, started)
             step += 1
         else:
             members.regroup(step, masters, optimizer)
-    if members.may_save() and config.save:
+    if members.wait_for_turn_to_save() and config.save:
         save_weights(model.state_dict(), config.save)
-
-
-@torch.no_grad()
-def take_step(model, masters, optimizer, max_norm):  # returns the gradient's norm before clipping
-    for weight, master in zip(model.parameters(), masters.parameters()):
-        master.grad = weight.grad.to(master.dtype)
-    grad_norm = nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
-    optimizer.step()
-    torch._foreach_copy_(list(model.parameters()), list(masters.parameters()))
-    return grad_norm
 
 
 def work(config, worker, port):  # in a process of its own
@@ -267,7 +276,7 @@ def work(config, worker, port):  # in a process of its own
             members.regroup(1)
         else:
             members.enter(config.join[worker - config.workers])
-            os.environ["RANK"] = "0"  # let refuse() speak: what is refused now is this newcomer's alone
+            os.environ["RANK"] = "0"  # let refuse() print: what is refused now is this newcomer's alone
         train(config, members)
         store.set("saved", "")
     except dist.DistNetworkError:
@@ -287,6 +296,8 @@ def launch(config):
     running = {}  # {what tells of its end: (worker, process)}
     try:
         for worker in reversed(config.everyone):  # newcomers first, to be there in time
+            if worker < config.workers:
+                store.set(f"has_weights/{worker}", "")
             process = context.Process(target=work, args=(config, worker, store.port))
             process.start()
             running[process.sentinel] = worker, process
@@ -310,27 +321,25 @@ def judge(config, store, worker, code, others):
     generation, members, step = look(store)
     if worker in members:
         store.compare_set(f"{generation}/{step}", "", f"worker {worker} has ended")
-    first = range(config.workers)
-    able = [other for other in members or first if other in first or store.check([f"able/{other}"])]
-    if set(able).isdisjoint(others):
+    left = set(members or others).intersection(others)
+    if not any(store.check([f"has_weights/{other}"]) for other in left):
         sys.exit("survive.py: nobody who has the weights is left")
 
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--workers", type=int, default=0, help="to start, without torchrun")
-    own.add_argument("--min-workers", type=int, default=1, help="with fewer the job ends")
-    own.add_argument("--timeout", type=float, default=10, help="seconds to wait for a worker that hangs")
-    own.add_argument("--kill", nargs="*", default=[], help="R@S: worker R dies in step S")
-    own.add_argument("--join", nargs="*", default=[], type=int, help="steps at which newcomers enter")
+    add = own.add_argument
+    add("--workers", type=int, default=0, help="to start, without torchrun")
+    add("--min-workers", type=int, default=1, help="with fewer the job ends")
+    add("--timeout", type=float, default=10, help="seconds to wait for a worker that hangs")
+    add("--kill", nargs="*", default=[], help="R@S: worker R dies in step S")
+    add("--join", nargs="*", default=[], type=int, help="steps at which newcomers enter")
     config = read_flags(arguments, own, workers=(0, 64))
     steps = range(1, config.steps + 1) if config.workers else ()
-    if any(step not in steps for step in config.join):
-        refuse(f"--join: must be steps from 1 to {config.steps}, and needs --workers")
     config.everyone = range(config.workers + len(config.join))
-    for kill in config.kill:
-        if kill not in (f"{worker}@{step}" for worker in config.everyone for step in steps):
-            refuse(f"--kill {kill}: must be R@S, a worker and a step that there are, and needs --workers")
+    deaths = {f"{worker}@{step}" for worker in config.everyone for step in steps}
+    if not deaths.issuperset(config.kill) or not set(steps).issuperset(config.join):
+        refuse("--kill R@S, --join S: must be workers and steps that there are, and need --workers")
     return config
 
 

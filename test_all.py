@@ -44,15 +44,15 @@ OWN = {
     "uneven": {"--order": ("drawn balanced", "longest")},
     "hsdp": {"--shard": ("1 2", "0 -1 5 x"), "--prefetch": ("0 1 7", "-1 8 x")},
     "diloco": {"--inner-steps": ("1", NO_INT), "--outer-lr": ("1", "nan -1 x"),
+               "--outer-momentum": ("0", "nan -1 2 x"),
                "--fragments": ("1", "0 -1 2 x"), "--delay": ("0", "-1 1 x")},
     "offload": {"--link-gbps": ("1 inf", "0 -1 nan")},
     "context_parallel": {"--kind": ("gather ring ulysses", "all")},
     "expert_parallel": {"--experts": ("4 8", "0 -1 x"), "--top-k": ("1 2", "0 -1 99"),
                         "--ep": ("1 2", "0 -1 5"), "--capacity-factor": ("1.25 inf", "nan -1"),
-                        "--balance": ("0 0.1 bias", "nan -1 x")},
+                        "--balance": ("0 0.1", "nan -1 x"), "--bias-rate": ("0 0.005", "nan -1 x")},
     "pipeline": {"--schedule": ("naive gpipe 1f1b interleaved", "zb-h1")},
-    "zero_bubble": {"--schedule": ("1f1b zb-h1 zb-h2", "gpipe")},
-    "pipeline_v": {"--schedule": ("zb-v dualpipe-v", "zb-h1")},
+    "zero_bubble": {"--schedule": ("zb-h1 zb-h2", "1f1b")},
     "parallel_3d": {"--tp": ("1 2", "0 -1 5 x"), "--pp": ("1 2", "0 -1 5 x"), "--zero": ("0 1", "-1 2")},
     "fusion": {"--plain": ("attention loss optimizer", "all")},
     "checkpointing": {"--policy": ("none full selective", "offload"), "--every": ("1 2", "0 -1 9 x")},
@@ -86,7 +86,7 @@ LESSONS = [
     Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257 --batch 9"),
     Lesson("sequence_parallel", bad_flags=BAD_SPLITS, flags="--vocab 257 --context 12 --batch 9"),
     Lesson("context_parallel", bad_flags=BAD_ROWS, flags="--context 24"),
-    Lesson("expert_parallel", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12 --balance bias"),
+    Lesson("expert_parallel", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12 --bias-rate 0.005"),
     Lesson("pipeline", bad_flags=("--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")),
     Lesson("zero_bubble"),
     Lesson("pipeline_v", bad_flags=("--layers 1",)),
@@ -209,7 +209,8 @@ RACES += ["uneven", "uneven --order balanced --pack"]
 RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
-RACES += [f"pipeline_v --accum 4 --layers 4 --schedule {schedule}" for schedule in ("zb-v", "dualpipe-v")]
+if torch.__version__ >= "2.13":  # in 2.11's schedules of a V the last rank sends to itself, which gloo cannot
+    RACES += ["pipeline_v --accum 4 --layers 4"]
 
 
 @on_ranks(2)

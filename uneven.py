@@ -1,4 +1,4 @@
-"""DDP for documents of different lengths: one mean for all tokens, and ranks that are busy equally long.
+"""DDP for documents of different lengths: one mean for all tokens, and equal work for all ranks.
 
 Idea
     In ddp.py all sequences are equally long. Documents are not, and four things change:
@@ -8,15 +8,16 @@ Idea
                     a token in a microbatch of 10 weighs 100 times as much as one in a microbatch of 1000
            right    loss = sum_of_losses / tokens_of_all_microbatches_of_all_ranks
        So the ranks add up their tokens before the first backward, and gradients are summed, not averaged.
-    2. The number of microbatches. Gradients travel in the last one, of which each rank needs all others. A
-       rank with fewer would go on to the sum of the losses and wait there for the others, which wait in their
-       last backward for its gradients. So all agree on the most that any rank has, and fill up with empty
-       ones, whose gradients are zeros. (Each rank could call its own last one the last, as long as it has
-       any. Where every microbatch sends, as in zero2.py and zero3.py, the numbers must be equal.)
+    2. The number of microbatches. Where each one communicates, as in zero2.py and zero3.py, or where a rank
+       has no document at all, the numbers must be equal: the n-th all-reduce of a rank is paired with the
+       n-th of the others, so a rank that skips one gets an error, wrong numbers or a hang. So all agree on
+       the most that any rank has, and fill up with empty ones, whose gradients are zeros. (Here only the last
+       one communicates, and each rank has one, so each could stop at its own. This way works for all cases.)
     3. Balance (--order balanced). All ranks wait for the slowest. A document of s tokens takes 6Ps + 6Lhs^2
-       FLOPs. Longest first, each goes to the rank that has the least to compute so far (LPT: Graham, 1969).
+       FLOPs (P parameters; L layers of width h). Longest first, each goes to the rank that has the least to
+       compute so far (LPT: Graham, 1969).
     4. Packing (--pack). Rows of a microbatch are padded to its longest. With several documents in a row there
-       is less padding (arXiv 2107.02027). Each token sees its own document alone, and counts from its start.
+       is less padding (arXiv 2107.02027). Tokens see their own document alone, whose positions start at 0.
 
 Timeline (rank 0 has 3 microbatches, rank 1 has 2)
     rank 0 | agree | forward, backward | forward, backward | forward, backward: buckets leave | clip, step
@@ -29,7 +30,7 @@ Memory (bytes on each rank; P parameters)
 
 Sent (bytes, by each of N ranks in each step)
     all-reduce    2wP(N-1)/N    in a ring (see collectives.py); in the last microbatch only
-    Beside it, two numbers are all-reduced, for one of which the host waits.
+    Beside it three numbers are all-reduced: the tokens, the microbatches, for which the host waits, the loss.
 
 Run
     torchrun --nproc_per_node=2 uneven.py
@@ -40,6 +41,8 @@ Left out
     FlexAttention skips blocks of them, and varlen kernels take documents end to end, without rows or padding.
     Microbatches that hold equally many tokens, not rows. Documents are cut at --context, not carried over.
     The printed tok/s counts each document as --context tokens. What ddp.py leaves out is left out here, too.
+    Not noticed: byte 0 in a document, as it is padding; a second last backward before zero_grad(), where the
+    first counts N times; checkpointed blocks, recomputed without the mask; other threads, which get the mask.
 """
 
 import argparse
@@ -61,30 +64,29 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 
-causal_attention = F.scaled_dot_product_attention  # which OverDocuments replaces for its forward
 
-
-def agree(batches):
-    """(tokens, microbatches of each rank) in this step. Adds the empty microbatches that this rank lacks."""
-    tokens = sum(batch[..., 1].count_nonzero() for batch in batches)
-    most = torch.full_like(tokens, len(batches))
-    dist.all_reduce(tokens)
+def agree(batches, device):
+    """(tokens of all ranks, microbatches of each) in a step. Adds the empty ones that this rank lacks."""
+    n_tokens = torch.zeros((), dtype=torch.int64, device=device)
+    for _, targets, _ in batches:
+        n_tokens += targets.count_nonzero()  # 0 is padding
+    most = torch.full_like(n_tokens, len(batches))
+    dist.all_reduce(n_tokens)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     n_microbatches = most.item()
-    # A rank without these would leave the step early, while the others wait for its gradients.
-    empty = torch.zeros_like(batches[0][:1, :1])
-    batches += [empty] * (n_microbatches - len(batches))
-    return tokens, n_microbatches
+    # Without these a rank would never reach the last one, in which the others wait for its gradients.
+    batches += [n_tokens.new_zeros(3, 1, 1)] * (n_microbatches - len(batches))
+    return n_tokens, n_microbatches
 
 
 def sum_of_losses(logits, targets):
     wide = torch.promote_types(logits.dtype, torch.float32)
-    of_rows = logits.flatten(0, 1).to(wide), targets.flatten()
-    return F.cross_entropy(*of_rows, reduction="sum", ignore_index=0)
+    logits = logits.flatten(0, 1).to(wide)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=0)  # 0 is padding
 
 
 def deal(documents, order, cost, world_size):
-    """The documents of each rank."""
+    """The documents of each rank. All ranks have drawn the same ones, and deal them alike."""
     if order == "drawn":
         return [documents[rank::world_size] for rank in range(world_size)]
     shares = [[] for _ in range(world_size)]
@@ -96,14 +98,14 @@ def deal(documents, order, cost, world_size):
     return shares
 
 
-def flops(config, tokens):
-    """Of a document's forward and backward. Causal attention needs half of the s x s scores."""
+def flops(config, n_tokens):
+    """Of a document, if attention skips hidden scores. Here it computes them, so times are less even."""
     params = 12 * config.layers * config.width**2 + config.vocab * config.width  # of matrices
-    return 6 * params * tokens + 6 * config.layers * config.width * tokens**2
+    return 6 * params * n_tokens + 6 * config.layers * config.width * n_tokens**2
 
 
 def pack(documents, most):
-    """Rows of at most `most` tokens. Longest first, each document goes to the first row that has room."""
+    """Rows of one document, or of several if these have at most `most` tokens. Longest first."""
     rows = []
     for document in sorted(documents, key=len, reverse=True):
         for row in rows:
@@ -123,14 +125,18 @@ class OverDocuments(nn.Module):
         self.model = model
 
     def forward(self, tokens, positions):
-        document = (positions == 0).cumsum(1)  # its number in the row
-        is_visible = (document[:, :, None] == document[:, None]).tril()[:, None]  # (b, 1, s, s)
+        # The number of each token's document in its row. Each token of padding is a document of its own.
+        document = (positions == 0).cumsum(1)
+        # A token sees those of its own document that are not later than it: (b, 1, s, s).
+        is_visible = (document[:, :, None] == document[:, None]).tril()[:, None]
+        plain_attention = F.scaled_dot_product_attention
 
-        def attention(q, k, v, is_causal):
-            return causal_attention(q, k, v, is_visible)
+        def attention(q, k, v, is_causal):  # is_visible is causal already
+            return plain_attention(q, k, v, is_visible)
 
         x = self.model.tokens(tokens) + self.model.positions(positions)
-        with mock.patch.object(F, "scaled_dot_product_attention", attention):  # Block stays as it is
+        # Block, which is the same in all lessons, takes no mask. In a model of your own, hand it down.
+        with mock.patch.object(F, "scaled_dot_product_attention", attention):
             for block in self.model.blocks:
                 x = block(x)
         return F.linear(self.model.norm(x), self.model.tokens.weight)
@@ -140,31 +146,29 @@ def cut_documents(text, most):
     """The paragraphs of a text, as documents of 2 to `most` bytes: longer ones are cut."""
     documents = []
     for paragraph in re.split(rb"\n\s*\n|\0+", text.numpy().tobytes()):  # byte 0 is padding
-        pieces = (paragraph[start : start + most] for start in range(0, len(paragraph), most))
-        documents += filter(lambda piece: len(piece) > 1, pieces)
+        documents += re.findall(rb"(?s).{2,%d}" % most, paragraph)
     return documents
 
 
 def columns_of(document):
-    """Input, target and position of each token, (s, 3): a document of s + 1 bytes has s tokens."""
-    tokens = torch.tensor(list(document))
-    return torch.stack([tokens[:-1], tokens[1:], torch.arange(len(document) - 1)], dim=1)
+    """Input, target and position of each token, (s, 3). Of s + 1 bytes the last is a target only."""
+    text = torch.tensor(list(document))
+    return torch.stack([text[:-1], text[1:], torch.arange(len(text) - 1)], dim=1)
 
 
 def load_microbatches(config, documents, step, device, rank, world_size):
-    """This rank's microbatches, int64 (b, s, 3): inputs, targets, positions. Zeros are padding."""
+    """This rank's microbatches: inputs, targets, positions, int64 (b, s) each. Zeros are padding."""
     chosen = np.random.default_rng((config.seed, step)).integers(len(documents), size=config.batch)
     drawn = [columns_of(documents[i]) for i in chosen]
     share = deal(drawn, config.order, partial(flops, config), world_size)[rank]
-    rows = pack(share, config.context if config.pack else 0)  # 0: each document has a row of its own
-    rows = [torch.cat(row) for row in rows]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device, non_blocking=True)
+    rows = [torch.cat(row) for row in pack(share, config.context if config.pack else 0)]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device, non_blocking=True)
     # If all ranks have equally many documents, in rows of their own, this makes --accum microbatches.
     b = config.batch // world_size // config.accum
     batches = []
     for first in range(0, len(rows), b):
         longest = max(map(len, rows[first : first + b]))
-        batches.append(tokens[first : first + b, :longest])
+        batches.append(padded[first : first + b, :longest].unbind(-1))
     return batches
 
 
@@ -293,12 +297,11 @@ def train(config):
         started = time.perf_counter()
         loss = 0
         batches = load_microbatches(config, documents, step, device, rank, world_size)
-        tokens, n_microbatches = agree(batches)
-        for i, batch in enumerate(batches, 1):
+        n_tokens, n_microbatches = agree(batches, device)
+        for i, (inputs, targets, positions) in enumerate(batches, 1):
             model.is_last_backward = i == n_microbatches
-            inputs, targets, positions = batch.unbind(-1)
             # Gradients add up over microbatches and ranks, so that this is the only division.
-            microloss = sum_of_losses(model(inputs, positions), targets) / tokens
+            microloss = sum_of_losses(model(inputs, positions), targets) / n_tokens
             microloss.backward()
             loss += microloss.detach()
         grad_norm = model.clip_grad_norm_(config.clip)

@@ -2,14 +2,13 @@
 
 Idea
     Backward computes two things: B, the gradient of a stage's input, for which the stage before waits, and W,
-    the gradients of its weights, for which nobody waits. 1F1B does both at once. Here W runs later, when a
-    rank would otherwise be idle (Zero Bubble, arXiv 2401.10241, section 2). On rank i of N, with k
-    microbatches, at least 2N-1, if forwards, F, take a turn, as do B and W:
+    the gradients of its weights, for which nobody waits. 1F1B does both at once. Here W waits until a rank
+    would be idle (Zero Bubble, arXiv 2401.10241, section 2). New beside pipeline.py: zero_bubble,
+    deferred_linear, _weight_gradients. On N ranks, if F (a forward), B and W take a turn each, and k >= 2N-1:
 
                    in flight            idle
-      1f1b         min(k,N-i)           3(N-1) turns    W runs with its B
-      zb-h1        min(k,N)             N-1 turns       on all ranks, W begins after N forwards
-      zb-h2        min(k,2N-1)          none            on all ranks, W begins after 2N-1 forwards
+      zb-h1        N, from F to W       N-1 turns in a step (1F1B: 3(N-1)): to begin, and to wait for Bs
+      zb-h2        2N-1                 N-1 turns in a step, too: to begin, and to wait for others at the end
 
 Timeline (zb-h1 on 4 ranks; F3 is the forward of microbatch 3, B3 and W3 its backward; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
@@ -24,7 +23,7 @@ Memory (bytes; R parameters on the rank that has most; activations: "in flight" 
     From B to W a microbatch keeps two tensors for each linear layer: its input, and its output's gradient.
 
 Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
-    send          min(2,N-1)kwbsh             outputs and gradients
+    send          min(2,N-1)kwbsh             outputs, gradients, or between two ranks both; none if N is 1
     all-reduce    min(1,N-1)wvh               gradients of the embedding, which the head uses as its weight
 
 Run
@@ -34,8 +33,9 @@ Run
 Left out
     Refused: messages of several tensors or shapes; gradients that add up over several step(); other
     numbers of microbatches than the schedule has; a step() after one that failed.
-    Not handled: what pipeline.py does not handle; schedules that are found by search; optimizers that do not
-    wait for the gradient norm; a later W of layers other than nn.Linear, for which B computes all gradients.
+    Not noticed: a linear layer's input that is changed in place; targets to ignore; torch's clip_grad_norm_.
+    Not handled: what pipeline.py does not; an update that does not wait for all ranks (section 4: then zb-h2
+    is never idle); W of layers other than nn.Linear, for which B computes all gradients.
 """
 
 import argparse
@@ -55,49 +55,33 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward, W of weights
+Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward
 NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
 MAX_SENT = 4  # messages that a rank may keep because they have not arrived yet
-
-
-def one_f_one_b(rank, n_ranks, n_microbatches):
-    """1F1B: a backward runs as early as it can, because that frees its microbatch's activations."""
-    # Microbatch 0 has to reach the last rank before the first backward. Until then, run forwards alone. (More
-    # of them would not end the step earlier, but keep more activations.)
-    n_warmup = min(n_ranks - 1 - rank, n_microbatches)
-    warmup = "F" * n_warmup
-    # From then on a backward frees the activations of a microbatch after each forward.
-    steady = "FB" * (n_microbatches - n_warmup)
-    cooldown = "B" * n_warmup
-    return warmup + steady + cooldown
 
 
 def zero_bubble(rank, n_ranks, n_microbatches, depth):
     """ZB-H1 if depth is 1; ZB-H2 if it is 2, with twice as many forwards before the first backward."""
     first_b = depth * (n_ranks - 1 - rank)
-    first_w = depth * (n_ranks - 1)  # in the same round on all ranks
+    # On all ranks alike: later, a rank would keep more than rank 0; earlier, no W would be left for the end.
+    first_w = depth * (n_ranks - 1)
     ops = ""
-    # Warmup: F alone, then also B, which has to be early. Steady state: F, B and W. Cooldown: F ends first.
-    for turn in range(first_w + n_microbatches):
-        if turn < n_microbatches:
+    for i in range(first_w + n_microbatches):  # rounds: F alone, F B, F B W, B W, W alone
+        if i < n_microbatches:
             ops += "F"
-        if first_b <= turn < first_b + n_microbatches:
+        if first_b <= i < first_b + n_microbatches:
             ops += "B"
-        if first_w <= turn:
+        if first_w <= i:
             ops += "W"
     return ops
 
 
 def build_schedule(name, n_ranks, n_microbatches):
-    """Each rank's Actions, in order. name: 1f1b, zb-h1, zb-h2."""
-    functions = {
-        "1f1b": one_f_one_b,
-        "zb-h1": partial(zero_bubble, depth=1),
-        "zb-h2": partial(zero_bubble, depth=2),
-    }
+    """Each rank's Actions, in order. Here a stage is a rank. name: zb-h1, zb-h2."""
+    depth = {"zb-h1": 1, "zb-h2": 2}[name]
     schedule = []
     for rank in range(n_ranks):
-        ops = functions[name](rank, n_ranks, n_microbatches)
+        ops = zero_bubble(rank, n_ranks, n_microbatches, depth)
         schedule.append([Action(op, rank, ops[:i].count(op)) for i, op in enumerate(ops)])
     return schedule
 
@@ -115,9 +99,9 @@ def split_layers(layers, n_stages):
 
 
 def deferred_linear(later, layer, x):
-    """A linear layer, x @ weight.t(), whose backward is only B. Autograd, which does B and W at once, is not
-    told of the weight. A hook, which gets the output's gradient, appends what W needs to later[-1]."""
-    output = nn.functional.linear(x, layer.weight.detach(), layer.bias)
+    """A linear layer without W in its backward: autograd is not told of the weight. A hook, which gets the
+    output's gradient, notes what W needs in later[-1], of the B that runs. (The bias's gradient is cheap.)"""
+    output = F.linear(x, layer.weight.detach(), layer.bias)
     if layer.weight.requires_grad:
         output.requires_grad_()  # even if neither x nor the bias needs a gradient
         output.register_hook(lambda grad: later[-1].append((layer.weight, grad, x.detach())))
@@ -162,7 +146,7 @@ class Pipeline(nn.Module):
         stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
         self.stages = nn.ModuleList(stages[self.rank :: self.world_size])
         self._share_parameters(stages)
-        self.later = deque()  # of each microbatch between B and W: [(weight, output's gradient, input)]
+        self.later = deque()  # for each microbatch between B and W [(weight, output's gradient, input)]
         for layer in self.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(deferred_linear, self.later, layer)
@@ -232,12 +216,10 @@ class Pipeline(nn.Module):
         self.in_flight[stage, j] = x, output
 
     def _backward(self, stage, j):
-        self.later.append([])  # which the hooks of deferred_linear fill
+        self.later.append([])  # for the hooks of deferred_linear
         x, output = self.in_flight.pop((stage, j))
         gradient = None if stage == self.last_stage else self._receive()
         torch.autograd.backward(output, gradient)
-        if self.actions[-1].op == "B":  # in 1f1b the stage before waits for W, too
-            self._weight_gradients(stage, j)
         if stage > 0:
             self._send("B", stage - 1, x.grad)
 
@@ -314,10 +296,11 @@ class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h
 
 
 def train(config):
-    n_stages = int(os.getenv("WORLD_SIZE") or 1)
+    world_size = int(os.getenv("WORLD_SIZE") or 1)
+    schedule = build_schedule(config.schedule, world_size, config.accum)
+    n_stages = len(schedule)
     if n_stages > config.layers + 4:
-        refuse(f"--layers {config.layers}: too few for {n_stages} ranks")
-    schedule = build_schedule(config.schedule, n_stages, config.accum)
+        refuse(f"--layers {config.layers}: too few for {n_stages} stages of --schedule {config.schedule}")
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
@@ -346,7 +329,7 @@ def train(config):
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--schedule", default="zb-h1", choices=("1f1b", "zb-h1", "zb-h2"))
+    own.add_argument("--schedule", default="zb-h1", choices=("zb-h1", "zb-h2"))
     DEFAULTS["accum"] = 4  # the default of --accum
     return read_flags(arguments, own)
 

@@ -6,8 +6,8 @@ Idea
     it runs the block's forward again. Backward takes about twice as long as forward, so this costs about a
     third more time (arXiv 1604.06174).
 
-    Tensor-parallel ranks have the same inputs. So each keeps 1/N of every input, on the GPU (the paper's P_a)
-    or on the host (P_a+cpu), and backward all-gathers it (ZeRO, arXiv 1910.02054, section 6.1).
+    Tensor-parallel ranks, which share the work of each layer, have the same inputs. So each keeps 1/N of an
+    input, on the GPU or the host, and backward all-gathers it (ZeRO's P_a and P_a+cpu, 1910.02054, 6.1).
 
 Timeline (of the last two blocks)
     compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
@@ -22,7 +22,7 @@ Memory (bytes on each rank)
     parameters     (w+c)P
     gradients      wP+3cG/2
     optimizer      KP
-    activations    bs((L/N+2)wh+(2+v)m)          on N ranks, before backward; then 17wbsh more, 2 for inputs
+    activations    bs((L/N+2)wh+(2+v)m)   on N ranks; in backward also 16wbsh of a block, wbsh of an input
     Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
     1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has 2h and 2
     statistics, the loss v numbers.
@@ -35,13 +35,12 @@ Run
     torchrun --nproc_per_node=8 zero_r.py --size gpt2 --dtype bf16 --policy offload
 
 Left out
-    Refused: arguments, or tensors that backward needs, that are changed in place; another number of tensors
+    Refused: arguments but the first, or tensors that backward needs, that are changed in place; fewer tensors
     the second time, or other shapes or dtypes, as when autocast ends before backward.
     Wrong, and not noticed: other values the second time, because of other random generators (numpy's, your
     own), or because tensors that are no arguments (parameters, those in a partial) change before backward;
     side effects, which happen twice (BatchNorm's statistics).
     Not handled: keyword arguments (use a partial). A checkpoint in another one keeps its input all the time.
-    First arguments that differ between ranks are not noticed. There is no selective recomputation.
 """
 
 import argparse
@@ -94,8 +93,8 @@ class NaiveCheckpoint(torch.autograd.Function):
 # - So is what comes after the last operation whose result backward needs.
 #
 # So below, autograd builds the function's graph as usual. Hooks replace only the tensors that it saves there.
-# The ranks all have the same x, so each keeps 1/N of it. To gather x only when backward needs it would make
-# backward wait. So the all-gather of a block's x starts when the recomputation of the block after it does.
+# (The fifth problem stays.) The ranks all have the same x, so each keeps 1/N of it. So that backward need not
+# wait, the all-gather of a block's x starts when the recomputation of the block after it does.
 
 
 def checkpoint(function: Callable, *args, store: "Partitioned"):
@@ -121,10 +120,9 @@ class Checkpoint:
         self.function = function
         x, *self.args = args
         self.versions = versions_of(self.args)
-        self.store = store
-        self.stored = store.partition(x)
-        self.gathering = None  # (x, work to wait for) from prefetch() to recompute()
-        self.previous = store.last() if store.last else None  # the checkpoint that backward needs next
+        self.start_all_gather = partial(store.start_all_gather, *store.partition(x))
+        self.gathering = None  # or what that has returned
+        self.previous = store.last()  # the checkpoint that backward needs next
         store.last = weakref.ref(self)
         self.random_states = get_random_states()
         self.dropped = []  # (shape, dtype) by number
@@ -148,23 +146,18 @@ class Checkpoint:
         assert tensor._version == version, "a tensor that backward needs was changed in place"
         return tensor
 
-    def prefetch(self):
-        """Start to all-gather x, unless that has started."""
-        self.gathering = self.gathering or self.store.start_all_gather(*self.stored)
-        return self.gathering
-
     def recompute(self):
         """Run the function as in forward, until it has computed what backward needs.
 
         This run's graph is thrown away: only what it would save is taken.
         """
         assert versions_of(self.args) == self.versions, "a checkpoint's argument was changed in place"
-        x, work = self.prefetch()
+        x, work = self.gathering or self.start_all_gather()
         self.gathering = None
         work.wait()
         # The previous block's input travels while this block recomputes and runs its backward.
         if self.previous:
-            self.previous.prefetch()
+            self.previous.gathering = self.previous.start_all_gather()
         self.recomputed = {}
         before = get_random_states()
         set_random_states(self.random_states)
@@ -174,6 +167,7 @@ class Checkpoint:
         assert len(self.recomputed) == len(self.dropped), "the recomputation saved fewer tensors"
 
     def pack_again(self, tensor):
+        # It returns nothing, as nobody goes back through this run's graph.
         number = len(self.recomputed)
         assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed with another shape or dtype"
         # The tensor itself has a graph, which has these hooks, which have this checkpoint: a reference cycle.
@@ -187,7 +181,8 @@ class StopRecomputation(BaseException):
 
 
 class Partitioned:
-    """Each rank of a group keeps 1/N of a tensor that all have (P_a), with offload on the host (P_a+cpu)."""
+    """Each rank of a group keeps 1/N of a tensor, with offload on the host. Not noticed: tensors that differ.
+    So beside data parallelism, give it the group of tensor-parallel ranks, which have the same."""
 
     def __init__(self, device: torch.device, offload: bool = False, group: dist.ProcessGroup | None = None):
         self.device = device
@@ -195,27 +190,27 @@ class Partitioned:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.group = group
         self.world_size = dist.get_world_size(group)
-        self.last = None  # a weak reference to the latest checkpoint, which only its graph keeps alive
+        self.last = lambda: None  # the latest checkpoint, which only its graph keeps alive
 
     def partition(self, x):
-        """Copy this rank's 1/N of a contiguous x. Returns what start_all_gather() needs."""
-        assert x.is_contiguous(), "a checkpoint must be contiguous"
-        flat = x.detach().flatten()
-        if len(flat) % self.world_size:
-            flat = F.pad(flat, (0, -len(flat) % self.world_size))
-        # Without this copy, the one to the host would still read x when the caller may change it in place.
-        shard = part = flat.chunk(self.world_size)[dist.get_rank(self.group)].clone()
+        """Copy this rank's 1/N of x. Returns what start_all_gather() needs."""
+        assert x.is_contiguous() and x.device == self.device, "not contiguous, or not on the store's device"
+        size = -(-x.numel() // self.world_size)
+        own = x.detach().flatten()[dist.get_rank(self.group) * size :][:size]
+        # A copy: a view would keep all of x, and the caller may change x while it goes to the host.
+        shard = part = F.pad(own, (0, size - len(own)))
         if self.offload:
             shard = torch.empty_like(part, device="cpu", pin_memory=self.stream is not None)
             with self.side_stream():
                 shard.copy_(part, non_blocking=True)
             if self.stream:
-                part.record_stream(self.stream)  # its memory must not be reused before it has been copied
+                part.record_stream(self.stream)  # so its memory is not reused before it has been copied
         return shard, x.shape, x.requires_grad
 
     def start_all_gather(self, shard, shape, requires_grad):
         """Returns x, and the work to wait for before x is read."""
         flat = torch.empty(self.world_size * len(shard), dtype=shard.dtype, device=self.device)
+        # The gather waits for the copy from the host. The computation waits for neither.
         with self.side_stream():
             part = shard.to(self.device, non_blocking=True)
             work = all_gather(flat, part, group=self.group, async_op=True)
@@ -253,6 +248,7 @@ def clip_grad_norm_(params, max_norm):
 
 
 def train(config):
+    # In place of tensor parallelism all ranks compute the same, so no gradient is sent.
     device, text = set_up(config, f" | policy {config.policy}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     store = Partitioned(device, offload=config.policy == "offload")

@@ -52,7 +52,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-OWN_FLAGS = {"expert_parallel": ["--balance=0"], "diloco": ["--outer-lr=1", "--inner-steps=3"]}  # as peers do
+OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # as peers do
+OWN_FLAGS |= {"diloco": ["--outer-lr=1", "--outer-momentum=0", "--inner-steps=3"]}
 OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
 UNSPLIT = "pipeline zero_bubble pipeline_v tensor_parallel sequence_parallel context_parallel expert_parallel"
 UNSPLIT = f"{UNSPLIT} parallel_3d checkpointing zero_r".split()  # for all ranks the same batch

@@ -28,7 +28,7 @@ def summed(lesson, rows, batches, divide):
     """[loss, gradients ...] summed over ranks; divide(targets): by what a microbatch's sum is divided."""
     loss = 0
     for batch in batches:
-        inputs, targets, positions = batch.unbind(-1)
+        inputs, targets, positions = batch
         microloss = lesson.sum_of_losses(rows(inputs, positions), targets) / divide(targets)
         microloss.backward()
         loss += microloss.detach()
@@ -45,7 +45,7 @@ def joined(lesson, rows, batches, most):
     found = [torch.zeros(()), *(torch.zeros_like(param) for param in rows.parameters())]
     with Join([ddp]):
         for batch in batches:
-            inputs, targets, positions = batch.unbind(-1)
+            inputs, targets, positions = batch
             loss = lesson.sum_of_losses(ddp(inputs, positions), targets) / targets.count_nonzero()
             loss.backward()
             found[0] += loss.detach() / dist.get_world_size() / most
@@ -73,8 +73,8 @@ def work(lesson, config, documents, ranks):
             for rank in range(ranks):
                 batches = lesson.load_microbatches(config, documents, step, "cpu", rank, ranks)
                 numbers.append(len(batches))
-                slots += sum(batch[..., 1].numel() for batch in batches)
-                tokens += sum(batch[..., 1].count_nonzero().item() for batch in batches)
+                slots += sum(targets.numel() for _, targets, _ in batches)
+                tokens += sum(targets.count_nonzero().item() for _, targets, _ in batches)
             most.append(max(numbers))
     found = f"slowest over mean {statistics.mean(idle):+.1%}, at most {max(idle):+.1%}"
     return f"{found} | {statistics.mean(most):.2f} microbatches | {1 - tokens / slots:.0%} padding"
@@ -94,7 +94,7 @@ def main():
     rows = lesson.OverDocuments(lesson.GPT(config)).to(device, lesson.DTYPES[config.dtype])
     numbers = [None] * ranks
     dist.all_gather_object(
-        numbers, (len(batches), sum(batch[..., 1].count_nonzero().item() for batch in batches))
+        numbers, (len(batches), sum(targets.count_nonzero().item() for _, targets, _ in batches))
     )
     microbatches, tokens = zip(*numbers)
     ways = {"right": summed(lesson, rows, batches, lambda _: sum(tokens))}

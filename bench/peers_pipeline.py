@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-SCHEDULES |= {"zb-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV"}
+SCHEDULES |= {"zb-v": "ScheduleZBVZeroBubble"}
 
 
 class Pipelined(Peer):
@@ -40,7 +40,7 @@ class Pipelined(Peer):
             vars(layer).pop("forward", None)  # the lesson's, whose backward leaves out the weights
         self.lesson, self.config = lesson, config
         make = getattr(pipelining, SCHEDULES[config.schedule])
-        several = config.schedule in ("interleaved", "zb-v", "dualpipe-v")
+        several = config.schedule in ("interleaved", "zb-v")
         self.has_loss = stages[-1].is_last
         self.runner = make(
             stages if several else stages[0], config.accum, loss_fn=self.share, scale_grads=False
@@ -56,7 +56,7 @@ class Pipelined(Peer):
         inputs, targets = zip(*batches)
         given = (torch.cat(inputs),) if dist.get_rank() == 0 else ()
         self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if self.has_loss else {}))
-        for param, group in self.wrapped.ties.items():
+        for param, group in getattr(self.wrapped, "ties", {}).items():  # pipeline_v.py has none
             dist.all_reduce(param.grad, group=group)
         self.wrapped.clip_grad_norm_(self.config.clip or float("inf"))
         self.optimizer.step()
@@ -76,7 +76,7 @@ class Mesh3D(Peer):
         tp = config.tp or math.gcd(2, size)
         pp = config.pp or math.gcd(2, size // tp)
         self.own = lesson.Mesh(np.arange(size).reshape(pp, size // tp // pp, tp))
-        mesh = init_device_mesh(device.type, self.own.ranks.shape, mesh_dim_names=("pp", "dp", "tp"))
+        mesh = init_device_mesh(device.type, (pp, size // tp // pp, tp), mesh_dim_names=("pp", "dp", "tp"))
         self.model = new_model(lesson, config, device)
         self.stage = lesson.stage_of(self.model, self.own)
         if self.own.is_last:

@@ -39,15 +39,15 @@ class Uneven(Peer):
 
     def step(self, batches):
         ranks = dist.get_world_size() if hasattr(self.wrapped, "no_sync") else 1  # 1: alone
-        tokens = sum(batch[..., 1].count_nonzero() for batch in batches)
+        tokens = sum(targets.count_nonzero() for _, targets, _ in batches)
         most = torch.full_like(tokens, len(batches))
         if ranks > 1:
             dist.all_reduce(tokens)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        empty = torch.zeros_like(batches[0][:1, :1])
+        empty = torch.zeros(3, 1, 1, dtype=torch.int64, device=tokens.device)
         batches = [*batches, *[empty] * (most.item() - len(batches))]
         for i, batch in enumerate(batches, start=1):
-            inputs, targets, positions = batch.unbind(-1)
+            inputs, targets, positions = batch
             last = i == len(batches) or ranks == 1
             with nullcontext() if last else self.wrapped.no_sync():
                 loss = self.lesson.sum_of_losses(self.wrapped(inputs, positions), targets)
@@ -88,7 +88,7 @@ def ddp_with_muon(options, lesson, config, device):
 
 
 def local_sgd(lesson, config, device):
-    """torch's average of all weights every inner_steps steps, diloco.py's outer step with --outer-lr 1."""
+    """torch's average of all weights every inner_steps steps: diloco.py without outer momentum."""
     peer = plain(lambda model: model, lesson, config, device)
     averager = PeriodicModelAverager(period=config.inner_steps, warmup_steps=config.inner_steps - 1)
     peer.optimizer = PostLocalSGDOptimizer(peer.optimizer, averager)

@@ -3,15 +3,13 @@
     python site/figures.py memory runs/*.json docs/memory.svg
     python site/figures.py activations runs/*.json docs/activations.svg
     python site/figures.py ratios one-host.json two-hosts.json docs/ratios.svg
-    python site/figures.py timeline traces/rank0.*.json docs/overlap-zero3.svg
+    python site/figures.py timeline traces/rank0.*.json docs/overlap-offload.svg
     python site/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
-    python site/figures.py noise output.txt docs/noise.svg
 
 memory: what a rank holds, by lesson and number of ranks; bars are runs, ticks are formulas, lines simulated
 ranks (whose losses are NaN). activations: the same of activations, a bar per file. ratios: the lessons' time
 over their peers'. timeline: what computes and what travels in a traced step. schedule: what each of so many
-ranks does when with so many microbatches, if a forward, a B and a W take equally long. noise: the loss and
-the gradient noise scale that `collectives.py --noise-scale` printed.
+ranks does when with so many microbatches, if a forward, a B and a W take equally long.
 """
 
 import importlib.util
@@ -190,19 +188,6 @@ def schedule(lesson, name, n_ranks, n_microbatches, target):
     lanes(rows, f"{name}: {n_ranks} ranks, {n_microbatches} microbatches", target, legend)
 
 
-def noise(output, target):
-    """Loss and gradient noise scale by the step."""
-    figure, left = plt.subplots(figsize=(8, 3.6))
-    losses = [float(text) for text in re.findall(r"loss (\S+)", output)]
-    scales = [float(text) for text in re.findall(r"noise scale (\S+)", output)]
-    left.plot(losses, color=COLORS["forward"])
-    left.set(xlabel="step", ylabel="loss (blue)")
-    right = left.twinx()
-    right.plot(scales, color=COLORS["backward"])
-    right.set(ylabel="noise scale, sequences (orange)", yscale="log")
-    save(figure, target)
-
-
 def main(kind, *paths):
     target = Path(paths[-1])
     plt.rcParams |= STYLE
@@ -211,9 +196,6 @@ def main(kind, *paths):
         lesson = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(lesson)
         schedule(lesson, paths[1], int(paths[2]), int(paths[3]), target)
-        return
-    if kind == "noise":
-        noise(Path(paths[0]).read_text(), target)
         return
     results = []
     for path in paths[:-1]:

@@ -27,7 +27,7 @@ COLLECTIVES += ["reduce", "all_gather_into_tensor", "all_gather_single", "all_to
 COLLECTIVES += ["send", "recv", "isend", "irecv"]
 
 Launch = namedtuple("Launch", "name group given made peer batch options where")
-Message = namedtuple("Message", "op tensor group group_peer")
+Message = namedtuple("Message", "op tensor peer group group_peer", defaults=(None, None, None))
 
 
 class Work:
@@ -143,9 +143,10 @@ class Rank:
 
     def batch(self, messages):
         launches = []
-        for op, tensor, group, peer in messages:
-            peer = {"group_dst" if op.__name__ == "isend" else "group_src": peer}
-            launches += op(tensor, group=group, batch=messages, **peer).launches
+        for op, tensor, peer, group, group_peer in messages:
+            end = "dst" if op.__name__ == "isend" else "src"
+            where = {end: peer} if group_peer is None else {f"group_{end}": group_peer}
+            launches += op(tensor, group=group, batch=messages, **where).launches
         return [Work(self, launches)]
 
     def all_gather_object(self, objects, own, group=None):

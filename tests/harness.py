@@ -133,7 +133,7 @@ def train_here(name, flags, watched):
 def crew(name, size, flags):
     """(ranks, flags) for a run of this size, which a lesson of one process has as threads."""
     if Path(name).stem == "diloco":  # which is ddp.py then, unless other flags follow
-        flags = f"--inner-steps 1 --outer-lr 1 {flags}"
+        flags = f"--inner-steps 1 --outer-lr 1 --outer-momentum 0 {flags}"
     flag = {"dp_threads": "--replicas", "dp_async": "--workers"}.get(Path(name).stem)
     return (1, f"{flag} {size} {flags}") if flag else (size, flags)
 

@@ -228,6 +228,6 @@ def attention(q, k, v, attn_mask=None, is_causal=False, **_):
 
 def even_counts(moe, all_gather_counts, chosen):
     """MoE.all_gather_counts(), as if all experts were equally busy."""
-    counts = all_gather_counts(moe, chosen)
+    load, counts = all_gather_counts(moe, chosen)
     counts[:] = chosen.numel() // counts.shape[1]
-    return counts
+    return load, counts

@@ -217,14 +217,16 @@ def check_events(name, offload=False):
     x = torch.ones(7, requires_grad=True)
     for number in range(3):
         x = lesson.checkpoint(square, x, number, store=store)
-        shards.append(store.last().stored[0])
+        shards.append(store.last().start_all_gather.args[0])
         assert shards[-1].untyped_storage().nbytes() == 4 * -(-7 // dist.get_world_size()), "not 1/N"
     x.sum().backward()
     assert store.last() is None, "a checkpoint outlives its backward"
     order = "fetch 2, wait 2, fetch 1, forward 2, wait 1, fetch 0, forward 1, wait 0, forward 0"
     assert ", ".join(events[3:]) == order, f"another order: {events}"
     failed = error_of(lambda: lesson.checkpoint(torch.sin, torch.ones(3, 5).t(), store=store))
-    assert "a checkpoint must be contiguous" in failed, f"taken, but not contiguous: {failed}"
+    assert "not contiguous" in failed, f"taken, but not contiguous: {failed}"
+    failed = error_of(lambda: lesson.checkpoint(torch.sin, torch.ones(3, device="meta"), store=store))
+    assert "not on the store's device" in failed, f"taken from another device: {failed}"
     store = lesson.Partitioned(torch.device("meta"), offload)
     with mock.patch.object(torch.Tensor, "copy_"):  # of a tensor without data; of a GPU's see test_nccl.py
         kept_on = store.partition(torch.ones(4, device="meta"))[0].device.type
@@ -257,13 +259,15 @@ MUTANTS = [
 ]  # fmt: skip
 test_a_mutant_of_checkpointing_is_rejected = mutants(MUTANTS, "checkpointing")
 MUTANTS = [
-    ("self.gathering or self.store", "self.store", check_events, "another order"),
-    ("            self.previous.prefetch()", "            pass", check_events, "another order"),
+    ("self.gathering or self.start", "self.start", check_events, "another order"),
+    ("self.previous.gathering = self.previous", "self.previous", check_events, "another order"),
+    ("x.is_contiguous() and", "", check_events, "taken, but not contiguous"),
+    ("and x.device == self.device", "", check_events, "taken from another device"),
     ("store.last = weakref.ref(self)", "store.last = lambda: self", check_events, "outlives"),
-    ("[dist.get_rank(self.group)].clone()", "[dist.get_rank(self.group)]", check_events, "not 1/N"),
-    ("[dist.get_rank(self.group)].clone()", "[dist.get_rank(self.group)]", check_changed, "has changed, too"),
+    ("F.pad(own, (0, size - len(own)))", "own", check_changed, "has changed, too"),
+    ("F.pad(own, (0, size - len(own)))", "F.pad(own, (0, size))[:size]", check_events, "not 1/N"),
     ('device="cpu", pin', "device=self.device, pin", offloaded, "not on the host"),
-    ("dist.get_rank(self.group)]", "0]", check_gradients, "gradients differ"),
+    ("dist.get_rank(self.group) * size", "0", check_gradients, "gradients differ"),
     (".requires_grad_(requires_grad)", ".requires_grad_()", check_gradients, "gradients differ"),
 ]  # fmt: skip
 test_a_mutant_of_zero_r_is_rejected = mutants(MUTANTS, "zero_r")

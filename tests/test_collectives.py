@@ -1,4 +1,4 @@
-"""What is special to collectives.py: the library's results, bytes on the wire, gradient noise."""
+"""What is special to collectives.py: the library's results, bytes on the wire."""
 
 import itertools
 from functools import partial
@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import TINY, apart, holds, load, mutants, on_ranks, said, world
+from test_all import check_parity
+from tests.harness import error_of, holds, load, mutants, on_ranks, said, world
 
 ALL_REDUCES = (
     "naive_all_reduce",
@@ -21,17 +22,14 @@ CASES = [(length, torch.float32) for length in (0, 1, 2, 5, 1003)] + [(12, dtype
 
 
 @on_ranks(3)
-def check_equal(name, cases=CASES[-5:-4], members=None):
-    """Each algorithm is the library's, for these (length, dtype), in a group of these ranks."""
+def check_equal(name, cases=CASES[-5:-4]):
+    """Each algorithm is the library's, for these (length, dtype)."""
     lesson = load(name)
-    group = dist.new_group(members)
-    if members and dist.get_rank() not in members:
-        return
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(), dist.get_world_size()
 
     def rows_of(x):
         rows = [torch.empty_like(x) for _ in range(size)]
-        dist.all_gather(rows, x, group=group)
+        dist.all_gather(rows, x)
         return torch.stack(rows)
 
     for length, dtype in cases:
@@ -42,25 +40,34 @@ def check_equal(name, cases=CASES[-5:-4], members=None):
         total = rows.sum(0, dtype=dtype)
         found = {each: (x.clone(), total) for each in ALL_REDUCES}
         for each, (own, _) in found.items():
-            getattr(lesson, each)(own, group=group)
+            getattr(lesson, each)(own)
             own = inexact.clone()
-            getattr(lesson, each)(own, group=group)
+            getattr(lesson, each)(own)
             assert (rows_of(own) == own).all(), f"{each}: ranks have other bits"
         for src in range(size):
             found[src] = x.clone(), rows[src]
-            lesson.tree_broadcast(found[src][0], src, group=group)
-        shard = lesson.ring_reduce_scatter(x, group=group)
+            lesson.tree_broadcast(found[src][0], src)
+        shard = lesson.ring_reduce_scatter(x)
         found["ring_reduce_scatter"] = shard, total.tensor_split(size)[rank]
-        found["ring_all_gather"] = lesson.ring_all_gather(x, group=group), rows.flatten()
+        found["ring_all_gather"] = lesson.ring_all_gather(x), rows.flatten()
         pieces = torch.cat([row.tensor_split(size)[rank] for row in rows])
-        found["pairwise_all_to_all"] = lesson.pairwise_all_to_all(x, group=group), pieces
+        found["pairwise_all_to_all"] = lesson.pairwise_all_to_all(x), pieces
         for each, (own, expected) in found.items():
             assert torch.equal(own, expected), f"{each} of {length} {dtype}: not the library's"
 
 
-@pytest.mark.parametrize("size, members", [*enumerate([None] * 7), (5, [1, 3, 4])][1:])
-def test_every_algorithm_equals_the_librarys(size, members):
-    check_equal("collectives", CASES, members, size=size)
+@pytest.mark.parametrize("size", range(1, 7))
+def test_every_algorithm_equals_the_librarys(size):
+    check_equal("collectives", CASES, size=size)
+
+
+@on_ranks(2)
+def check_dimensions(name):
+    """A matrix, of which an all-to-all would return other numbers, is an error."""
+    lesson = load(name)
+    for each in "ring_all_reduce", "ring_reduce_scatter", "pairwise_all_to_all":
+        error = error_of(lambda each=each: getattr(lesson, each)(torch.zeros(4, 4)))
+        assert "must have one dimension" in error, f"{each} of a matrix: {error}"
 
 
 @on_ranks(4)
@@ -94,46 +101,6 @@ def check_table(name):
         assert all(f" | {each} {ms}.00 ms" in line for line in lines[1:]), f"not {ms} ms for {each}: {lines}"
 
 
-def check_noise(name):
-    """Over all batches of 2 x 2 of 3 samples of a linear model, the estimates' mean is the truth."""
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets, weight = (torch.randn(3, n, generator=generator).double() for n in (4, 1, 4))
-    gradients = 2 * (inputs @ weight[0] - targets[:, 0])[:, None] * inputs  # of the squared errors
-    estimates, estimate = [], load(name).gradient_noise
-    for batch in itertools.product(range(3), repeat=4):
-        means = gradients[list(batch)].view(2, 2, 4).mean(1)
-        estimates.append(estimate(means.square().sum(), means.mean(0).square().sum(), 2, 4))
-    trace, square = torch.stack(estimates).mean(0)
-    assert apart(trace, torch.cov(gradients.T, correction=0).trace()) < 1e-12, "the trace has a bias"
-    assert apart(square, gradients.mean(0).square().sum()) < 1e-12, "the square has a bias"
-
-
-def own_noise(name, flags):
-    """On a rank: what --noise-scale must print at learning rate 0, from the gradients of two ranks."""
-    lesson, lines, noise = load(name), [], 0
-    config = lesson.parse(flags.split())
-    device, text = lesson.set_up(config)
-    model = lesson.GPT(config).double()
-    for step in (1, 2, 3):
-        grads = []
-        for rank in (0, 1):
-            inputs, targets = map(torch.cat, zip(*lesson.microbatches(config, text, step, device, rank, 2)))
-            loss = lesson.mean_loss(model(inputs), targets)
-            grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, model.parameters())]))
-        squares, mean = torch.stack(grads).square().sum(), sum(grads) / 2
-        noise = 0.95 * noise + lesson.gradient_noise(squares, mean.square().sum(), 2, config.batch)
-        lines.append(f"noise scale {noise[0] / noise[1]:.1f} sequences")
-    return lines
-
-
-def check_noise_scale(name):
-    flags = f"{TINY} --noise-scale --dtype fp64 --accum 3 --lr 0 --clip 0.1"
-    lines, others = world(2).run(printed, name, "train", flags)
-    assert not others, "another rank prints"
-    expected = world(2).run(own_noise, name, flags)[0]
-    assert lines[1::2] == expected, f"says {lines[1::2]}, but it is {expected}"
-
-
 def test_the_model_of_a_link_is_fitted_and_crosses_where_the_paper_says():
     links, rows, alpha, beta = load("bench/links"), [], 2e-4, 1e-9
     paths = ("recursive_doubling", 2, 2), ("halving_doubling", 4, 1.5), ("ring_all_reduce", 6, 1.5)  # 4 ranks
@@ -148,7 +115,7 @@ def test_the_model_of_a_link_is_fitted_and_crosses_where_the_paper_says():
 
 
 sent_by = [partial(check_bytes, size=size) for size in (2, 3, 4, 6)]
-CHECKS = *sent_by, check_table, check_noise, check_noise_scale
+CHECKS = *sent_by, check_table, check_dimensions
 test_each_promise_is_kept = holds("collectives", *CHECKS)
 MUTANTS = [
     ("partial = chunks[rank - i - 1]", "partial = chunks[rank - i]", check_equal, "ring_all_reduce"),
@@ -158,9 +125,9 @@ MUTANTS = [
     ("        reached *= 2", "        reached *= 3", partial(check_equal, size=4), "of 12"),
     ("out[rank - i]", "out[rank - i - 1]", check_equal, "pairwise"),
     ("exchange(given, partner, received", "exchange(x, partner, x.clone()", check_bytes, "halving"),
-    ("* (sum_of_squares - n *", "* (sum_of_squares -", check_noise, "the trace has a bias"),
-    ("- trace / samples", "", check_noise, "the square has a bias"),
     ("1e3 / 5", "1e3 / 6", check_table, "not 2000 ms"),
-    ("ring_all_reduce(sums)", "pass", check_noise_scale, "but it is"),
+    ("if x.dim() > 1:", "if False:", check_dimensions, "of a matrix"),
+    ("recursive_doubling_all_reduce(loss)", "pass", check_parity, "losses differ"),
+    ("flat_grad /= dist.get_world_size()", "pass", check_parity, "norms differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "collectives")

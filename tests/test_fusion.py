@@ -42,10 +42,18 @@ def check_attention(name):
 
 
 def check_refused(name):
-    """Fewer key heads."""
+    """Fewer key heads, no heads, and gradients of gradients."""
     lesson = load(name)
     q = numbers(1, 2, 8, 4)
     assert "must have one shape" in error_of(lambda: lesson.flash_attention(q, q[:, :1], q[:, :1])), "shapes"
+    assert "must have one shape" in error_of(partial(lesson.flash_attention, q[0], q[0], q[0])), "no heads"
+    losses = {"attention": lesson.flash_attention(q, q, q).sum()}
+    losses["loss"] = lesson.linear_cross_entropy(q[0, 0], q[0, 1], torch.zeros(8, dtype=torch.long))
+    for part, loss in losses.items():
+        said = error_of(partial(torch.autograd.grad, loss, q, create_graph=True))
+        assert "no gradients of gradients" in said, f"gradients of gradients of {part}"
+    ignored = torch.tensor([-100] + [0] * 7)
+    assert "out of bounds" in error_of(lambda: lesson.linear_cross_entropy(q[0, 0], q[0, 1], ignored)), "-100"
 
 
 def check_loss(name):
@@ -97,7 +105,10 @@ def test_so_is_training_with_any_part_plain(part):
 CHECKS = check_softmax, check_attention, check_loss, check_memory
 test_a_fused_part_is_the_plain_one_in_less_memory = holds("fusion", check_refused, *CHECKS)
 MUTANTS = [
-    ("if not q.shape == k.shape == v.shape:", "if False:", check_refused, "shapes"),
+    ("if not q.shape == k.shape == v.shape or", "if", check_refused, "shapes"),
+    (" or q.dim() != 4", "", check_refused, "no heads"),
+    ('not torch.is_grad_enabled(), "create_graph=True: att', 'True, "', check_refused, "of attention"),
+    ('not torch.is_grad_enabled(), "create_graph=True: the', 'True, "', check_refused, "of loss"),
     ("weighted * correction + weights", "weighted + weights", check_attention, "another output"),
     ("total = total * correction +", "total = total +", check_softmax, "another softmax"),
     (".triu(1)", ".triu(2)", check_attention, "another output"),
@@ -105,7 +116,7 @@ MUTANTS = [
     ("largest + total.log()", "largest + total.log2()", check_attention, "another gradient of q"),
     ("(grad_i @ v_j.mT - delta_i)", "(grad_i @ v_j.mT)", check_attention, "another gradient of q"),
     ("-torch.ones_like(of_target)", "torch.zeros_like(of_target)", check_loss, "another gradient"),
-    ("grad_weight = grad_weight * grad", "pass", check_loss, "another gradient"),
+    ("grad_weight * grad, None", "grad_weight, None", check_loss, "another gradient"),
     ("logits -= logits.amax(-1, keepdim=True)\n", "pass\n", check_loss, "another loss"),
     ("CHUNK = 1024", "CHUNK = 4096", check_memory, "the loss takes"),
 ]  # fmt: skip

@@ -33,7 +33,7 @@ def check_exercises(learn, folder):
 
 
 def check_bugs(learn, folder):
-    known = learn.bugs()
+    known = [bug for bug in learn.bugs() if "it hangs" not in bug[-1][-1]]  # check_cheats() has one that does
     assert len(known) >= 60
     for number in random.Random(len(known)).sample(range(len(known)), 2):
         lesson, text, symptom = known[number]

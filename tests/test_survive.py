@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -21,15 +22,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import FORK, ROOT, TEXT, apart, holds, load, mutants, on_ranks, said, train
+from tests.harness import FORK, ROOT, TEXT, apart, error_of, holds, load, mutants, on_ranks, said, train
 
 SHAPE = f"--layers 2 --heads 2 --width 16 --context 8 --batch 60 --dtype fp64 --lr 0.01 --data {TEXT}"
 # Where a worker may die, besides the place of --kill: before this line, of which step.
 PLACES = {
     ":vote": ('            if self.store.add(f"{key}/votes", 1)', "{step}"),
     ":decide": ('                self.store.compare_set(key, "", "committed")', "{step}"),
-    ":answer": ("        if self.state:  # a newcomer", "{self.state and self.state[0]}"),
-    ":connect": ("        if not self.state:", "{self.state and self.state[0]}"),
+    ":answer": ("        if self.snapshot:\n", "{self.snapshot and self.snapshot[0]}"),
+    ":connect": ("        if not self.snapshot:\n", "{self.snapshot and self.snapshot[0]}"),
 }
 
 
@@ -144,8 +145,10 @@ def is_alive(pid):
 def members_of(name, store=None, worker=0, **options):
     """A lesson, and Members of it, without processes."""
     options = {"workers": 2, "timeout": 0.1, "min_workers": 1, "kill": (), "steps": 20} | options
-    lesson = load(name)
-    return lesson, lesson.Members(SimpleNamespace(**options), store or dist.HashStore(), worker)
+    lesson, store = load(name), store or dist.HashStore()
+    for first in range(options["workers"]):
+        store.set(f"has_weights/{first}", "")
+    return lesson, lesson.Members(SimpleNamespace(**options), store, worker)
 
 
 def name_after_a_failure(name):
@@ -267,7 +270,7 @@ def check_bf16(name):
     members.attempt, members.regroup = attempt, regroup
     lesson.train(config, members)
     members = lesson.Members(config)
-    members.state = states
+    members.snapshot = states
     lesson.train(config, members)
     assert apart(losses[6:], losses[3:6]) < 1e-6, "a newcomer computes with other weights"
 
@@ -323,12 +326,23 @@ ALONE = "survive.py: nobody who has the weights is left"
 
 
 def check_refused(name):
-    """A newcomer that is refused, or has another text, is out, says so, and the others go on."""
-    for data, reason in ("/nowhere", "No such file"), ("README.md", "worker 2 is out"):
-        new = f"config.data, sys.stderr = '{data}', open(FOLDER + '/log', 'a')"
-        edits = {TRAIN: f"        if worker == 2:\n            {new}\n{TRAIN}"} | WAIT_FOR_NEWCOMER
-        told = launched(name, "--workers 2 --join 2 --timeout 2", edits=edits)
-        assert f"--data {data}" in told and reason in told, f"says: {told}"
+    """A newcomer that is refused is out, says so, and the others go on."""
+    new = "config.data, sys.stderr = '/nowhere', open(FOLDER + '/log', 'a')"
+    edits = {TRAIN: f"        if worker == 2:\n            {new}\n{TRAIN}"} | WAIT_FOR_NEWCOMER
+    told = launched(name, "--workers 2 --join 2 --timeout 2", edits=edits)
+    assert "--data /nowhere" in told and "No such file" in told, f"says: {told}"
+
+
+def check_again(name):
+    """A step that is attempted again in its generation is an error: its votes have been counted."""
+    for problem in None, RuntimeError:
+        lesson, members = members_of(name, workers=1)
+        attempt = partial(members.attempt, 1, mock.Mock(side_effect=problem))
+        with simulated(lesson):
+            members.regroup(1)
+            assert attempt() == (problem is None)
+            end = error_of(attempt)
+        assert "step 1: attempt each step once" in end, f"a step again: {end}"
 
 
 def check_early_end(name):
@@ -424,12 +438,13 @@ def test_two_deaths_and_two_delays_at_any_moment_leave_no_member_behind():
 
 CHECKS = [check_orders, check_name, check_out, check_timeouts, check_state, check_error, check_newcomer]
 CHECKS += [check_bf16, check_runs, check_min_workers, check_slow, check_slow_save, check_death_in_save]
-CHECKS += [check_refused, check_early_end, check_nobody]
+CHECKS += [check_refused, check_again, check_early_end, check_nobody]
 test_each_promise_is_kept = holds("survive", *CHECKS)
 ABORT = '            self.store.compare_set(key, "", f"worker {self.worker}: {error}")\n'
 DEAD = '        store.compare_set(f"{generation}/{step}", "", f"worker {worker} has ended")'
 WAIT = 'self.store.wait([f"dead/{worker}" for worker in self.members[: dist.get_rank()]])'
-ABLE = ' if other in first or store.check([f"able/{other}"])'
+LEFT = 'any(store.check([f"has_weights/{other}"]) for other in left)'
+STATE = 'if not self.store.check([f"has_weights/{member}"])'
 MUTANTS = [
     ("if answers | dead >= set(self.members)", "if answers", check_orders, "a living member is left"),
     ("[worker for worker in order", "[worker for worker in sorted(order)", check_orders, "no state"),
@@ -438,13 +453,15 @@ MUTANTS = [
     ('key = f"{self.generation}/{step}"', 'key = f"{step}"', check_orders, "for ever"),
     ("1) == len(self.members)", "1) > 1", check_orders, "for ever"),
     (DEAD, "        pass", check_orders, "for ever"),
-    ("if self.state:  # a newcomer", "if True:  # a newcomer", check_orders, "no state"),
-    ("            self.state = None\n", "", check_orders, "no attribute 'before'"),
-    (ABLE, "", check_orders, "for ever"),
-    ("for other in members or first if", "for other in members if", check_orders, "the job ends too early"),
+    ("        else:  # a n", "        elif False:  # a n", check_runs, "nobody who has the weights"),
+    ("        if self.snapshot:\n", "        if True:\n", check_orders, "no state"),
+    ("            self.snapshot = None  #", "            #", check_orders, "the job ends too early"),
+    (LEFT, "left", check_orders, "for ever"),
+    ("set(members or others)", "set(members)", check_orders, "the job ends too early"),
+    ("<= self.attempted", "< self.attempted", check_again, "a step again: nothing"),
     (WAIT, "self.store.wait([])", check_orders, "two members save"),
     ("return self.store or dist", "return dist", check_death_in_save, "weights differ"),
-    ("flat_grad.zero_()", "members.state or flat_grad.zero_()", check_runs, "weights differ"),
+    ("        flat_grad.z", "        members.snapshot or flat_grad.z", check_runs, "weights differ"),
     ("else:\n            members.r", "else:\n            optimizer.step()\n            members.r",
      check_runs, "weights differ"),
     ("* len(inputs) / config.batch", "/ dist.get_world_size() / config.accum", check_runs, "weights differ"),
@@ -462,11 +479,11 @@ MUTANTS = [
     ("or time.monotonic() > deadline", "", check_timeouts, "for ever"),
     ("self.timeout *= 2", "pass", check_timeouts, "a slow worker has 0:00:00.1"),
     ("total_seconds() > 99 *", "total_seconds() > 9e9 *", check_error, "fails 34 times"),
-    ("set(self.members).difference(self.before)", "self.members", check_state, "members who have it"),
+    (STATE, "if False", check_state, "a newcomer gets no state"),
+    (STATE, "if True", check_state, "members who have it"),
     ("time.sleep(0.01)\n            self", "time.sleep(1e-3)\n            self", check_newcomer, "too often"),
     ("code == 2 and worker < config.workers", "code == 2", check_refused, "exit code 2"),
     ('os.environ["RANK"] = "0"', "pass", check_refused, "says: "),
-    ("!= checksum.encode()", "== 0", check_refused, "weights differ"),
     ('if store.check(["saved"]):', "if code == 0:", check_early_end, "weights differ"),
     ('("127.0.0.1", 0)', '("0.0.0.0", 0)', check_early_end, "other hosts"),
 ]  # fmt: skip

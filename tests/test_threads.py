@@ -1,10 +1,10 @@
 """What is special to dp_threads.py and dp_async.py, the lessons of one process."""
 
-import io
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -181,17 +181,17 @@ def check_lifetimes(name):
     assert (len(alive), loss.backward(), len(alive)) == (3, None, 0), "replicas outlive their backward"
 
 
-def serve(lesson, workers, mode, function, steps, staleness=0):
-    """A server of one weight, which begins at 0, when all tasks are done."""
+def serve(lesson, workers, mode, function, steps, staleness=0, more=0):
+    """A server of one weight, which begins at 0, when all tasks are done, or it has waited for more."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
     tasks = product(range(1, steps + 1), range(workers))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     server = lesson.Server(module, optimizer, tasks, workers, mode, staleness)
-    with ThreadPoolExecutor(workers) as threads, server:
+    with ThreadPoolExecutor(workers) as threads, closing(server):
         for worker in range(workers):
-            threads.submit(lesson.work, server, worker, "cpu", function)
-        server.serve(steps * workers)
+            threads.submit(lesson.work, server, worker, "cpu", torch.float32, function)
+        server.serve(steps * workers + more)
     return server
 
 
@@ -215,7 +215,8 @@ def straggle(name, mode, staleness=2):
 
     def hold_up(server):
         pulled.set()
-        wait_for(server, 3)
+        while len(server.condition._waiters) < 3 and len(pushes) < 23:  # the others wait, or have ended
+            time.sleep(0.001)
         pushes.append(0)
 
     def task(server, worker, replica, step, share):
@@ -240,38 +241,38 @@ def check_straggler(name):
     assert (others, oldest) == (23, 23), f"asp waits for a straggler: {others} others, {oldest} old"
 
 
-def lose(name, mode, doomed):
-    """On a rank: the tasks done and what was said when workers fail at their second task; or the error."""
-    done, tries = [], []
+@on_ranks(1)
+def check_ends(name):
+    """Whatever fails, or cannot go on, ends the run with an error that says so."""
+    lesson = load(name)
 
-    def task(server, worker, replica, step, share):
-        tries.append(worker)
-        while tries.count(worker) == 2 and not all(tries.count(each) > 1 for each in doomed):
-            time.sleep(0.01)  # for a thread that starts late
-        if worker in doomed and tries.count(worker) == 2:
-            wait_for(server, 4 - len(doomed))
+    def fail(server, worker, replica, step, share):
+        if worker == 1:
+            begun.set()
+            wait_for(server, 1 if mode == "asp" else 3)  # the server; and the other workers
             raise ValueError(f"worker {worker} is out of order")
+        assert begun.wait(200)
         push_one(server, worker, replica)
-        done.append((step, share))
 
-    with mock.patch("sys.stderr", io.StringIO()) as said:
-        try:
-            server = serve(load(name), 3, mode, task, 8)
-        except ValueError as error:
-            return str(error), len(done), said.getvalue()
-    return sorted(done), server.version, said.getvalue()
+    def forget(server, worker, replica, step, share):
+        server.pull(replica)
 
-
-def check_losing(name, timeout=200):
-    for mode in ("asp", "ssp"):
-        done, updates, said = world(1).run(lose, name, mode, (1,), timeout=timeout)[0]
-        every_task = list(product(range(1, 9), range(3)))
-        assert done == every_task and updates == 24, f"{mode}: tasks of a failed worker are not done"
-        assert said.startswith("worker 1 failed: ValueError"), f"{mode}: says {said!r}"
-    error, done, _ = world(1).run(lose, name, "bsp", (1,), timeout=timeout)[0]
-    assert error == "worker 1 is out of order" and done <= 5, "bsp does not end with the error"
-    error, _, said = world(1).run(lose, name, "asp", (0, 1, 2), timeout=timeout)[0]
-    assert "out of order" in error and said.count("failed") == 3, "no worker is left, and no error raised"
+    for mode in "bsp", "asp", "ssp":
+        begun = threading.Event()
+        error = error_of(lambda mode=mode: serve(lesson, 3, mode, fail, 5))
+        assert "is out of order" in error, f"{mode}: a worker fails, and {error}"
+        error = error_of(lambda mode=mode: serve(lesson, 3, mode, forget, 5))
+        assert "must push once" in error, f"{mode}: a task pushes nothing, and {error}"
+        error = error_of(lambda mode=mode: serve(lesson, 3, mode, push_one, 5, more=1))
+        assert "more pushes than there are tasks" in error, f"{mode}: a push too many, and {error}"
+    module = nn.Linear(1, 1, bias=False)
+    error = error_of(lambda: lesson.Server(module, None, range(7), 3, "bsp"))
+    assert "a multiple of the workers" in error, f"tasks that bsp cannot use: {error}"
+    with closing(lesson.Server(module, None, [()], 1, "asp")) as server:
+        assert server.take(0) == (), "an empty task is lost"
+    with closing(lesson.Server(module, None, [], 2, "ssp")) as server:
+        server.clocks = [9, 1]
+        assert server.take(0) is None, "a task out of nothing"
 
 
 @on_ranks(1)
@@ -289,7 +290,7 @@ def check_slow(name):
     out, _, _ = said(lambda: lesson.train(lesson.parse(f"{TINY} --workers 2 --slow 3".split())))
     slept = [call.args[0] > 0 for call in lesson.time.sleep.mock_calls]
     assert (sum(slept), len(slept)) == (3, 6), "not one worker is slow"
-    assert " | bsp 2 | slow 3\n" in out and out.endswith("pushes: {0: 6}\n"), f"says something else: {out}"
+    assert " | bsp 2 | slow 3\n" in out and out.endswith("push: {0: 6}\n"), f"says something else: {out}"
 
 
 odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5), (4, 2))]
@@ -304,7 +305,7 @@ checks = (
     check_in_turn,
 )
 test_dp_threads_keeps_its_promises = holds("dp_threads", *odd, *checks, check_flag)
-test_dp_async_keeps_its_promises = holds("dp_async", check_straggler, check_losing, check_broken, check_slow)
+test_dp_async_keeps_its_promises = holds("dp_async", check_straggler, check_ends, check_broken, check_slow)
 check_threads = partial(check_meeting, patience=0.1)
 THREADS_MUTANTS = [
     ("inputs.chunk(len(devices))", "inputs.flip(0).chunk(len(devices))", check_in_turn, "losses differ"),
@@ -328,21 +329,25 @@ THREADS_MUTANTS = [
     ("and not torch.is_grad_enabled()", "and True", check_guards, "no create_graph"),
     ("torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
 ]  # fmt: skip
-check_lost = partial(check_losing, timeout=3)
+check_hangs = partial(check_ends, timeout=5)
 ASYNC_MUTANTS = [
     ('"bsp": 0', '"bsp": 1', check_straggler, "bsp does not wait"),
     ('"ssp": staleness', '"ssp": staleness + 1', check_straggler, "not S + 1 pushes"),
     ('"asp": math.inf', '"asp": 5', check_straggler, "asp waits"),
     ("ages[self.version - version]", "ages[self.version - version + 1]", check_straggler, "stale pushes"),
     ("return self.version", "return 0", check_straggler, "stale pushes"),
-    ("self.tasks.appendleft(self.doing.pop(worker))", "self.doing.pop(worker)", check_lost, "come back"),
-    ('if self.mode == "bsp" or not self.clocks:', "if not self.clocks:", check_losing, "bsp does not end"),
-    ("self.stop(error)  # or", "pass  # or", partial(check_broken, timeout=3), "did not come back"),
+    ("        server.close(error)", "        pass", check_hangs, "did not come back"),
+    ("if worker in self.busy:", "if False:", check_hangs, "did not come back"),
+    ("self.inbox or self.has_ended()", "self.inbox", check_hangs, "did not come back"),
+    ("if len(self.tasks) % self.pushes_per_update:", "if False:", check_ends, "that bsp cannot use"),
+    ("            self.busy.clear()", "            pass", partial(check_broken, timeout=5), "come back"),
     ("copied.copy_(param)", "pass", check_parity, "losses differ"),
     ("        replica.zero_grad()", "        pass", check_parity, "losses differ"),
-    ("clamp(max=1) / self.pushes_per_update", "clamp(max=1)", check_parity, "losses differ"),
+    ("param.grad /= self.pushes_per_update", "pass", check_parity, "norms differ"),
+    ("not self.tasks or self.may_go_on(worker)", "self.may_go_on(worker)",
+     check_hangs, "did not come back"),
     ("self.max_norm = max_norm", "self.max_norm = math.inf", check_parity, "losses differ"),
-    ("(times - 1)", "times", check_slow, "not one worker"),
+    ("(slowdown - 1)", "slowdown", check_slow, "not one worker"),
     ("copied.grad.to(param.device, copy=True)", "copied.grad", check_ledger, "another thread is read"),
 ]  # fmt: skip
 test_a_mutant_of_dp_threads_is_rejected = mutants(THREADS_MUTANTS, "dp_threads")

@@ -103,6 +103,17 @@ def check_meetings(name, flags="--accum 3 --order balanced"):
     assert any(len(set(step)) > 1 for step in zip(*everyone)), "no rank had an empty microbatch"
 
 
+@on_ranks(2)
+def check_agreement(name):
+    """A rank without a document gets as many empty microbatches as the other one has full ones."""
+    lesson, rank = load(name), dist.get_rank()
+    batches = [] if rank else [[torch.tensor([[1, 2]])] * 3, [torch.tensor([[3, 0]])] * 3]
+    assert lesson.agree(batches, "cpu") == (3, 2), "another number of tokens or microbatches"
+    inputs, targets, positions = batches[-1]
+    assert inputs.shape == targets.shape == positions.shape == (1, 2 - rank), "no empty microbatch"
+    assert targets.any() == (rank == 0), "an empty microbatch has targets"
+
+
 @on_ranks(1)
 def check_probe(name):
     """A token of a document changes the logits of this document from there on, and no others in its row."""
@@ -153,28 +164,30 @@ def check_work(name):
     assert len(rows) <= 1.1 * sum(lengths) / CONTEXT + 1, f"{len(rows)} rows are not full"
 
 
-test_each_promise_is_kept = holds("uneven", *CHECKS, check_meetings, check_probe, check_work)
+test_each_promise_is_kept = holds("uneven", *CHECKS, check_meetings, check_agreement, check_probe, check_work)
 ALONE = partial(check_mean, size=1)
 BALANCED = partial(check_mean, flags="--accum 3 --order balanced")
 MUTANTS = [
-    ("    dist.all_reduce(tokens)", "    tokens *= dist.get_world_size()", check_mean, "losses differ"),
-    ("targets) / tokens", "targets) / targets.count_nonzero().clamp(min=1) / n_microbatches / world_size",
+    ("    dist.all_reduce(n_tokens)", "    n_tokens *= dist.get_world_size()", check_mean, "losses differ"),
+    ("targets) / n_tokens", "targets) / targets.count_nonzero().clamp(min=1) / n_microbatches / world_size",
      check_mean, "losses differ"),
-    ("targets) / tokens", "targets) / targets.count_nonzero().clamp(min=1) / n_microbatches",
+    ("targets) / n_tokens", "targets) / targets.count_nonzero().clamp(min=1) / n_microbatches",
      ALONE, "losses differ"),
-    ("targets) / tokens", "targets) / targets.count_nonzero().clamp(min=1)", ALONE, "losses differ"),
+    ("targets) / n_tokens", "targets) / targets.count_nonzero().clamp(min=1)", ALONE, "losses differ"),
     ("        self.work.wait()", "        self.work.wait()\n        self.flat_grad /= dist.get_world_size()",
      check_mean, "losses differ"),
-    ("batches += [empty] * (n_microbatches - len(batches))", "pass",
+    ("batches += [n_tokens.new_zeros(3, 1, 1)] * (n_microbatches - len(batches))", "pass",
      check_meetings, "it hangs: rank 0 waits in train(); rank 1 waits in train(); rank 2 computes"),
     ("            microloss.backward()", "            if inputs.any():\n                microloss.backward()",
      check_meetings, "it hangs: rank 0 waits in train(); rank 1 waits in train(); rank 2 waits in start_all"),
     ("    dist.all_reduce(most, op=dist.ReduceOp.MAX)", "    pass", check_meetings, "it hangs: rank 0"),
+    ("n_tokens.new_zeros(3, 1, 1)", "n_tokens.new_ones(3, 1, 1)", check_agreement, "has targets"),
+    ("n_tokens += targets.count_nonzero()", "n_tokens += targets.numel()", check_agreement, "another number"),
     ("self.model.positions(positions)", "self.model.positions.weight[: tokens.shape[1]]",
      check_probe, "not the logits of the document alone"),
     ("document[:, :, None] == document", "document[:, :, None] >= document", check_probe, "logits of other"),
     ("ignore_index=0", "ignore_index=-1", check_mean, "losses differ"),
-    ("len(piece) > 1", "len(piece) > 2", check_mean, "losses differ"),
+    (".{2,%d}", ".{3,%d}", check_mean, "losses differ"),
     ("costs[rank] += cost(len(document))", "costs[rank] += 1", check_work, "balanced: ranks are idle"),
     ("map(len, row)) + len(document) <= most", "map(len, row)) <= most", check_work, "a row is too long"),
     ("master.grad = None", "pass", partial(check_ledger, size=2, flags="--dtype bf16"), "gradients: +"),

@@ -123,6 +123,8 @@ class Film(Watch):
                 optimizer |= "/torch/optim/" in code.co_filename
             frame = frame.f_back
         name, line, where = outer or (*(inner or ("", 0)), "")
+        # Before Python 3.12 a comprehension has a frame of its own.
+        name = where.removesuffix(f".<locals>.{name}").rpartition(".")[2] if name[:1] == "<" else name
         if optimizer or (name == "step" and not where.startswith("Pipeline")):
             return line, "O"
         if getattr(self.here, "unit", None):

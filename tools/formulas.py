@@ -18,7 +18,8 @@ Memory
     and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head (with --attention fused, at most
     1024 tokens in place of sb in the second term: fusion.py) and what a layer computes again.
     Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight, in
-    --schedule zb-v (2401.10241, 6) up to p on each rank; its first rank has both ends. Idle, if F = B = W:
+    --schedule zb-v (2401.10241, 6) up to p on each rank; its first rank has both ends. Idle between
+    a rank's first action and its last (2401.10241, 5.3), if F = B = W and m microbatches:
     1f1b          (p-1)/(m + p-1)
     zb-v          0 for 2p microbatches and more, else n/(6m + n) with n = 2p-1-m
 
@@ -75,7 +76,7 @@ offload            exposed  6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)    b
 tensor_parallel    compute  Qkbs/N
 tensor_parallel    exposed  2k(N-1)(4L+5)A+2knbs((2L+1)wh+3m)+max(0,2knbs(2L+1)wh-kY/N/2)    in forward all
 sequence_parallel  compute  Qkbs/N
-sequence_parallel  exposed  k(N-1)(10L+9)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)    in forward all
+sequence_parallel  exposed  (N-1)(k(10L+9)+12L+4)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)   in forward all
 context_parallel   compute  Qkbs/N                  without --documents; a long row hides a ring's messages
 context_parallel   compute  kM                      with --documents: of the blocks that the mask shows
 context_parallel   idle     (D-M)/M                 with --documents: all wait for the rank with most
@@ -84,11 +85,10 @@ pipeline           compute  (6R+12Lhs/N)kbs         of the largest stage; nothin
 pipeline           idle     (N-1)/C/k               without --schedule naive; of the whole step (N-1)/(Ck+N-1)
 pipeline           idle     N-1                     with --schedule naive
 zero_bubble        compute  (6R+12Lhs/N)kbs         of the largest stage; nothing hides messages
-zero_bubble        idle     (N-1)/(3k)              without --schedule 1f1b, if F = B = W and k >= 2N-1
-zero_bubble        idle     (N-1)/k                 with --schedule 1f1b
+zero_bubble        idle     (N-1)/(3k)              if F = B = W and k >= 2N-1: all wait for the norm
 pipeline_v         compute  (6R+12Lhs/N)kbs         of the largest pair of stages; nothing hides messages
 pipeline_v         idle     (N-1)/(6k)              if F = B = W and k >= 2N: all wait for the norm
-parallel_3d        compute  (6R+12Lhs/t/p)kbs       of the largest stage
+parallel_3d        compute  (6R+12Lhs/t)kbs         of the largest stage
 parallel_3d        idle     (p-1)/k
 checkpointing      compute  Qkbs                    without --policy full: no matrix product again
 checkpointing      compute  11Qkbs/9      with --policy full: a second forward, less one product a block
@@ -255,7 +255,8 @@ def local_steps(params, ranks, inner_steps, precision="mixed"):
 
 
 def idle(schedule, pipeline, microbatches):
-    """Share of a step that the rank that works longest is idle, with `pipeline` microbatches or more."""
+    """Share of the time from its first action to its last that the rank for which it is longest is idle, with
+    `pipeline` microbatches or more. With zb-v each waits p-1 turns more if the update waits for all ranks."""
     turns = 6 * (pipeline - 1)  # of F, B or W in half of a rank's layers
     if schedule == "zb-v":
         turns = max(2 * pipeline - 1 - microbatches, 0)

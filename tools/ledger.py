@@ -113,10 +113,11 @@ def run(lesson, config, trace=None, watch=None):
 
 
 def blocks_of(layout, rank):
-    """How many blocks of scores a rank of context_parallel.py computes, those on the diagonal being halves."""
-    return sum(
-        bool(seen) / (1 + (i == j)) for i in layout.chunks[rank] for j, seen in enumerate(layout.sees[i])
-    )
+    """How many blocks of scores a rank of context_parallel.py computes; half of each on the diagonal."""
+    blocks = 0
+    for i in layout.chunks[rank]:
+        blocks += sum(map(bool, layout.sees[i])) - 1 / 2  # a chunk sees itself
+    return blocks
 
 
 def result_of(lesson, config, watch, history, clock=None):
@@ -255,10 +256,8 @@ def main():
     for problem in find_problems(given):
         refuse(problem)
     lesson = load(given.lesson)
-    needs_values = {"MoE", "Offload", "ShardedOptimizer", "deal"} & vars(
-        lesson
-    ).keys() or "--documents" in flags
-    if given.ranks and needs_values:
+    needs_values = {"MoE", "Offload", "ShardedOptimizer", "deal"} & vars(lesson).keys()
+    if given.ranks and (needs_values or "--documents" in flags):
         refuse(f"--ranks {given.ranks}: {given.lesson} needs values, or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])

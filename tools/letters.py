@@ -6,10 +6,10 @@ of b sequences each; w bytes of a weight, m of a shard (fp32 at least), c of an 
 of a parameter's optimizer state; G so stepped at a time; f units gathered ahead; F ranks share a copy; g 1
 over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of X experts on e ranks, of
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
-is its mean. H parameters in Muon's matrices, O of them on the rank with most; o bytes of an outer momentum.
-Documents of the rank that has most take D FLOPs, a rank's M in the mean (in context_parallel.py those of a
-microbatch). H are diloco.py's steps from
-exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
+is its mean. H parameters in Muon's matrices, X of them on the rank with most; o bytes of an outer momentum.
+Documents of the rank that has most take D FLOPs, a rank's M in the mean; in context_parallel.py those of a
+microbatch. H are diloco.py's steps from exchange to exchange; letters of time alone stand in
+tools/formulas.py, at TIME.
 """
 
 import re
@@ -70,7 +70,7 @@ def letters_of(lesson, config, ranks, backend):
     positions = config.context * hasattr(lesson, "TensorParallel")  # sequence_parallel.py splits these
     letters["r"] = (6 * config.layers + 2 + positions) * config.width
     if hasattr(config, "tp"):
-        letters |= {"t": config.tp, "p": config.pp, "d": config.dp}
+        letters |= {"t": config.tp, "p": config.pp, "d": config.dp, "L": -(-config.layers // config.pp)}
     if hasattr(config, "experts"):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
         letters["U"] = 8 * config.width**2 + 5 * config.width
@@ -78,26 +78,24 @@ def letters_of(lesson, config, ranks, backend):
     if hasattr(config, "costs"):
         letters["D"] = statistics.mean(map(max, config.costs))
         letters["M"] = statistics.mean(map(statistics.mean, config.costs))
-    if getattr(
-        config, "blocks", None
-    ):  # of microbatches with documents, of which a rank has 1/N of the tokens
-        square = (config.context / ranks / 2) ** 2
+    if getattr(config, "blocks", None):  # of microbatches with documents; a rank has 1/N of the tokens
+        of_tokens = 6 * letters["P"] * config.context / ranks
+        of_block = 12 * config.layers * config.width * (config.context / ranks / 2) ** 2
         costs = []
         for blocks in config.blocks:
             blocks = [statistics.mean(blocks)] * ranks if config.kind == "ulysses" else blocks
-            of_tokens = 6 * letters["P"] * config.context / ranks
-            costs.append([of_tokens + 12 * config.layers * config.width * square * each for each in blocks])
+            costs.append([of_tokens + of_block * each for each in blocks])
         letters["D"] = letters["b"] * statistics.mean(map(max, costs))
         letters["M"] = letters["b"] * statistics.mean(map(statistics.mean, costs))
     if hasattr(config, "outer_lr"):
-        letters |= {"o": letters["m"] * (config.outer_lr < 1), "H": config.inner_steps}
+        letters |= {"o": letters["m"] * (config.outer_momentum > 0), "H": config.inner_steps}
     if hasattr(lesson, "assign_owners"):
         matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
         owned = Counter()
         for matrix, owner in lesson.assign_owners(matrices, ranks).items():
             owned[owner] += matrix.numel()
         letters["H"] = sum(owned.values())
-        letters["O"] = max(owned.values())
+        letters["X"] = max(owned.values())
     return letters
 
 

@@ -68,7 +68,7 @@ class Pauses(ast.NodeTransformer):
             return parsed(f"[(yield ('{ask}', {ast.unparse(node.args[0])})), {call}][1]")
         if method == "get" and first == "key":
             return parsed(f"[key in {store} or (yield ('wait', [key])), {call}][1]")
-        if method in ("append", "compare_set") or (method == "set" and re.match("key|f'able", first)):
+        if method in ("append", "compare_set") or (method == "set" and re.match("key|f'has", first)):
             return parsed(f"[{store}.knows({arguments}) or (yield ('go',)), {call}][1]")
         return node
 
@@ -119,12 +119,12 @@ class Trial:
         self.store = Store()
         if case.members:
             self.store |= {"1/members": str(case.members), "1/0": "committed", "1/now": "1"}
-            self.store |= {f"able/{worker}": "" for worker in case.members}
         self.sent = {}  # {(generation, newcomer): the first member's state}
         self.taken = {}  # {step: (generation, who has taken it)}
         self.met = {}  # {(generation, step): who has come to its collective}
         self.computed = {}  # {worker: the last collective that it has been through}
         self.able = {*range(case.first), *case.members}  # those who have the weights
+        self.store |= {f"has_weights/{worker}": "" for worker in self.able}
         self.saving, self.ended, self.over, self.late = set(), [], None, False
         self.members, self.threads, self.asks, self.events = {}, {}, {}, []
         clock = SimpleNamespace(monotonic=lambda: 1e9 * self.late, perf_counter=int)
@@ -150,11 +150,11 @@ class Trial:
     def work(self, member):
         if member.worker in self.case.newcomers:
             yield from member.enter(1)
-            assert member.state, "a newcomer gets no state"
+            assert member.snapshot, "a newcomer gets no state"
             self.able.add(member.worker)
         elif not self.case.members:
             yield from member.regroup(1)
-        step = member.state[0]
+        step = member.snapshot[0]
         while step <= self.case.steps:
             if not (yield from member.attempt(step, self.meet, step)):
                 yield from member.regroup(step)
@@ -168,7 +168,7 @@ class Trial:
             assert self.computed.get(member.worker) == place, "a step counts that not all have computed"
             workers.add(member.worker)
             step += 1
-        yield from member.may_save()
+        yield from member.wait_for_turn_to_save()
         self.saving.add(member.worker)
         assert len(self.saving) == 1, "two members save"
         yield ("go",)
@@ -218,14 +218,14 @@ class Trial:
                 fails = any(o not in self.asks or self.members[o].generation > place[0] for o in others)
                 late = not goes
             elif ask == "sleep":
-                late = self.members[worker].state is not None
+                late = self.members[worker].snapshot is not None
             found += [(worker, "goes on")] * goes + [(worker, "fails")] * fails
             found += [(worker, "is late")] * (late and self.delays > 0)
             found += [(worker, "dies")] * (self.deaths > 0 and worker != LAUNCHER)
         return found
 
     def with_state(self):
-        return [worker for worker in self.asks if worker != LAUNCHER and self.members[worker].state]
+        return [worker for worker in self.asks if worker != LAUNCHER and self.members[worker].snapshot]
 
     def go(self, worker, what="goes on"):
         """Let it happen. To the launcher, `what` is the worker of whose end it hears."""
@@ -266,7 +266,7 @@ class Trial:
         for worker in self.asks:
             if worker != LAUNCHER:
                 m = self.members[worker]
-                found += [m.generation - oldest, str(m.members), str(m.state), str(vars(m).get("before"))]
+                found += [m.generation - oldest, str(m.members), str(m.snapshot)]
             thread = self.threads[worker]
             while thread:
                 found += [worker, thread.gi_frame.f_lasti]

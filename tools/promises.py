@@ -122,7 +122,7 @@ def where_is(path, rank, process, folder):
 
 @functools.cache
 def run(path, lesson, size=1, flags=""):
-    """What a lesson's file did on so many ranks, with its weights; or {"error": why it did not}. Cached by path."""
+    """What a file did on so many ranks, with its weights; or {"error": why it did not}. Cached by path."""
     flags += " --inner-steps 2 --fragments 2 --steps 5" * (lesson == "diloco")
     if lesson in THREADS:
         flags += f" {THREADS[lesson]} {size}"

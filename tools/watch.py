@@ -179,7 +179,8 @@ class Watch(TorchDispatchMode):
         read = [tensor for tensor in given if copies or tensor.is_floating_point()]
         foreign = not function.is_view and any(owner_of(tensor) != here for tensor in read)
         if foreign and (copies or here not in LINKS):
-            self.add(LINKS.get(here, "send") if copies else "foreign read", given[-1].nbytes)
+            sent = (made if copies else given)[-1]  # a cast is made before it travels
+            self.add(LINKS.get(here, "send") if copies else "foreign read", sent.nbytes)
         # What is added to a parameter is an update, not a copy.
         updates = name == "aten::add_" and self.kinds.get(numbers[0]) == "parameters"
         if function.namespace == "c10d" or (name in COPIES and not updates):
