@@ -28,8 +28,8 @@ Memory (bytes on each of N ranks; P parameters)
     parameters    (w+c)P
     gradients     mP
     optimizer     KP    K = 8 for AdamW's two moments, in fp64 16; for SGD 0
-    activations   s(b((16L+2)wh+(4L+2+aL+v)m)+wh)/N    without --kind ulysses; mostly 16wbsh/N in a layer
-    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses, which keeps its output twice
+    activations   bs((16L+2)wh+(4L+2+aL+v)m)/N    without --kind ulysses; mostly 16wbsh/N in a layer
+    activations   bs((17L+2)wh+(4L+2+aL+v)m)/N    with --kind ulysses, which keeps its output twice
     While a layer computes, gather has 2wbsh of kv, in backward 4wbsh; ring 4wbsh/N, in backward 8wbsh/N.
 
 Sent (bytes, by each rank in each step of k microbatches)

@@ -61,8 +61,8 @@ tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hide
 tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of a token
 sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and an all-gather
 context_parallel      | merge | 15 | two softmaxes over parts of the keys become one
-context_parallel-keys | Layout.blocks | 20 | which keys does rank i see? its chunks by that rank's, if any is seen
-context_parallel-ring | rotate rotate_grads | 25 | keys go round; gradients follow a hop later, and end at home
+context_parallel-keys | Layout.blocks | 20 | which keys does rank i see? its chunks by that rank's
+context_parallel-ring | rotate rotate_grads | 25 | keys go round; gradients follow a hop later
 expert_parallel       | MoE.run_experts | 40 | orders 2 to 5 of the docstring
 pipeline              | one_f_one_b | 15 | warmup: F alone; then F and B in turn; cooldown: B alone
 pipeline-actions      | Pipeline._forward Pipeline._backward | 30 | receive, compute, send
