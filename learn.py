@@ -62,7 +62,7 @@ tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of 
 sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and an all-gather
 context_parallel      | merge | 15 | two softmaxes over parts of the keys become one
 context_parallel-keys | Layout.blocks | 20 | which keys does rank i see? its chunks by that rank's
-context_parallel-ring | rotate rotate_grads | 25 | keys go round; gradients follow a hop later
+context_parallel-gather | gather reduce_scatter | 15 | all ranks' kv at once; gradients go home, summed
 expert_parallel       | MoE.run_experts | 40 | orders 2 to 5 of the docstring
 pipeline              | one_f_one_b | 15 | warmup: F alone; then F and B in turn; cooldown: B alone
 pipeline-actions      | Pipeline._forward Pipeline._backward | 30 | receive, compute, send
