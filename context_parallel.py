@@ -1,50 +1,54 @@
-"""Context parallelism: each rank has 1/N of a sequence's tokens, and only attention needs those of others.
+"""Context parallelism: each rank has 1/N of every row's tokens, and only attention needs those of others.
 
 Idea
-    The activations of a long sequence do not fit on one GPU, so its tokens are split across ranks. Norms and
-    MLPs treat each token alone. But a query needs the keys and values of all tokens before it.
+    The activations of a long row do not fit on one GPU, so its tokens are split across ranks. Norms and MLPs
+    treat each token alone, but a query needs the keys and values (kv) of all tokens before it.
 
-    Ring attention (arXiv 2310.01889): a rank computes attention to the keys and values that it has, while it
-    sends them to the next rank, and receives others from the rank before. After N turns it has seen all. Each
-    turn's output is merged into the output so far, by the sums of their softmaxes (log-sum-exp).
-    A causal mask gives later tokens more work. So a sequence is cut into 2N chunks, and rank i has the chunks
-    i and 2N-1-i, an early and a late one (zigzag): then all ranks have the same work in each turn.
+    Gather (Llama 3, arXiv 2407.21783, section 3.3.2): the ranks all-gather kv, and each computes attention of
+    its own queries. Backward gathers kv again, so that each layer keeps only 1/N of them.
+    Ring (arXiv 2310.01889) needs less memory, and hides messages: kv go round from rank to rank. A rank
+    computes with some while others arrive, and after N-1 hops it has seen all.
+    Ulysses (arXiv 2309.14509) sends less. Attention treats each head alone, so an all-to-all trades 1/N of
+    the tokens of all heads for all tokens of 1/N of the heads. After attention another one trades back.
 
-    Ulysses (arXiv 2309.14509): attention treats each head alone. Before it, an all-to-all trades 1/N of the
-    tokens of all heads for all tokens of 1/N of the heads. After it, another one trades back.
+    A causal mask gives later tokens more work. So a row is cut into 2N chunks, and rank i has chunks i and
+    2N-1-i, an early and a late one (zigzag): then all ranks have the same work, in each hop of a ring, too.
+    With --documents a row has several, and a token sees the earlier ones of its own: the mask hides more.
 
-Timeline (forward of a ring, on rank 2 of 4; in backward, gradients of keys and values follow a turn later)
-    compute | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
-    network | kv of rank 1           | kv of rank 0   | kv of rank 3   |
+Timeline (forward on rank 2 of 4; in a ring's backward, gradients follow their kv a hop later)
+    Gather  | all-gather of kv       | queries x kv of ranks 0, 1, 2, 3
+    Ring    | queries x kv of rank 2 | x kv of rank 1 | x kv of rank 0 | x kv of rank 3
+            | kv of rank 1 arrive    | kv of rank 0   | kv of rank 3   |
+    Ulysses | all-to-all of q and kv | 1/4 of the heads, all tokens    | all-to-all of the output
 
-Memory (bytes on each of N ranks, if all share a sequence, as by default; P parameters)
-    L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
+Memory (bytes on each of N ranks; P parameters)
+    L layers, a heads, h width, s tokens in a row, v in the vocabulary; b rows in a microbatch
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
     m bytes of a gradient, of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
     parameters    (w+c)P
-    gradients     2mP       each parameter's, and all in one flat tensor
-    optimizer     KP
-    activations   s(b((16L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ring
-    activations   s(b((17L+2)wh+(4L+2+aL+v)m)+wh)/N    with --kind ulysses, which keeps its output twice
-    Of each token, a block keeps 16h: inputs and outputs of norms 4, q, k, v 3, attention's output 1, up 4,
-    GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has 2h and 2 statistics,
-    the loss v numbers, and the positions h, once.
+    gradients     mP
+    optimizer     KP    K = 8 for AdamW's two moments, in fp64 16; for SGD 0
+    activations   bs((16L+2)wh+(4L+2+aL+v)m)/N    without --kind ulysses; mostly 16wbsh/N in a layer
+    activations   bs((17L+2)wh+(4L+2+aL+v)m)/N    with --kind ulysses, which keeps its output twice
+    While a layer computes, gather has 2wbsh of kv, in backward 4wbsh; ring 4wbsh/N, in backward 8wbsh/N.
 
 Sent (bytes, by each rank in each step of k microbatches)
-    send          2wkLbsh(3N-2)min(1,N-1)/N   with --kind ring: kv N-1 times, in backward again; gradients N
-    all-to-all    8wkLb(s/N)h(N-1)/N          with --kind ulysses: 4 in forward, 4 in backward
-    all-reduce    2mP(N-1)/N                  in a ring of all ranks: each has gradients of its own tokens
+    all-gather        4wkLbsh(N-1)/N               with --kind gather: kv in forward, again in backward
+    reduce-scatter    2wkLbsh(N-1)/N               with --kind gather: gradients of kv
+    send              2wkLbsh(3N-2)min(1,N-1)/N    with --kind ring: kv N-1 times, twice; gradients N times
+    all-to-all        8wkLb(s/N)h(N-1)/N           with --kind ulysses: 4 in forward, 4 in backward
+    all-reduce        2mP(N-1)/N                   each rank has gradients of its own tokens
 
 Run
     torchrun --nproc_per_node=2 context_parallel.py
-    torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --context 65536 --batch 1
+    torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --context 65536 --batch 1 --kind ring
 
 Left out
-    Masks other than the causal one, documents in a sequence, dropout. The all-reduce of gradients
-    does not overlap with backward (see ddp.py). On GPUs, a ring needs kernels that torch has not for heads of
-    more than 256 numbers, for fewer key heads than query heads in fp32, and for bf16 before Ampere: an error.
-    Not noticed: tokens in another order than `order` says, which makes other scores.
+    Attention that is not causal; positions that start anew in each document. A ring sends on what nobody
+    needs: if no document is longer than a chunk, a rank needs kv of two others, not N-1. GPUs take the kernel
+    with masks, not the fastest: an error if k has fewer heads than q, or a masked chunk not 8 x n tokens.
+    Not noticed: positions, as rotary angles, that are not sharded like the tokens; targets shifted after
+    sharding, not before; targets to ignore, as the mean over ranks takes all to have equally many tokens.
 """
 
 import argparse
@@ -52,7 +56,7 @@ import math
 import os
 import sys
 import time
-from functools import partial
+from copy import copy
 from pathlib import Path
 from unittest import mock
 
@@ -65,141 +69,102 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 aten = torch.ops.aten  # has the kernels of F.scaled_dot_product_attention, which hides their log-sum-exp
-plain_attention = F.scaled_dot_product_attention  # which train() replaces
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
-def shard_sequence(x, dim, order="zigzag", group=None):
-    """This rank's tokens of x: two of 2N chunks along dim, in ring_attention()'s order, or "contiguous"."""
-    rank = dist.get_rank(group)
-    world_size = dist.get_world_size(group)
-    if x.shape[dim] % (2 * world_size):
-        raise ValueError(f"{x.shape[dim]} tokens: must be a multiple of 2 x {world_size} ranks")
-    chunks = x.chunk(2 * world_size, dim)
-    own = {"zigzag": (chunks[rank], chunks[-1 - rank]), "contiguous": chunks[2 * rank : 2 * rank + 2]}
-    return torch.cat(own[order], dim)
+class Layout:
+    """Which rank has which tokens, and which keys a query sees: those before it, in its own document.
+
+    If neither memory nor time mattered, each rank would all-gather k and v of all tokens, in their order, and
+    compute attention of its own queries by its rows of the whole mask (places, documents: of all tokens):
+
+        mask = (places[own, None] >= places) & (documents[own, None] == documents)  # (s/N, s)
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+
+    But half of this mask or more is False, and its work is done for nothing. So here it is cut into blocks, a
+    chunk's queries by a chunk's keys, of which hidden ones are skipped. begins (b, s), or (1, s) if all rows
+    are alike: whether a token is a document's first. It must be the same on all ranks."""
+
+    def __init__(self, begins: torch.Tensor, group=None):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        n_chunks = 2 * self.world_size
+        if begins.shape[1] % n_chunks:
+            raise ValueError(f"{begins.shape[1]} tokens: must be a multiple of 2 x the ranks")
+        self.chunks = [[i, n_chunks - 1 - i] for i in range(self.world_size)]  # of each rank
+        numbers = begins.cumsum(1)  # of each token's document in its row
+        self.documents = numbers.unflatten(1, (n_chunks, -1))  # (b, 2N, tokens of a chunk)
+        self.length = self.documents.shape[2]
+        self.places = [slice(n * self.length, (n + 1) * self.length) for n in range(n_chunks)]
+        first = self.documents[..., :1]
+        last = self.documents[..., -1:]
+        # Chunk i sees some of chunk j, itself or an earlier one, if in any row a document of j goes on in i.
+        # It sees all of j if in all rows both are in one document. The host waits for this table.
+        sees_some = (first <= last.mT).any(0)
+        sees_all = (last == first.mT).all(0)
+        self.sees = (sees_some.int() + sees_all).tril().cpu().tolist()  # 0: nothing, 1: some, 2: all
+
+    def shard(self, x, dim):
+        """This rank's tokens, of all tokens along dim."""
+        chunks = x.split(self.length, dim)
+        return torch.cat([chunks[i] for i in self.chunks[self.rank]], dim)
+
+    def blocks(self, rank, q):
+        """Yield (queries, keys, mask, is_causal) of the blocks that this rank sees of that rank's tokens."""
+        for i, queries in zip(self.chunks[self.rank], self.places):
+            for j, keys in zip(self.chunks[rank], self.places):
+                if self.sees[i][j]:
+                    yield queries, keys, self.mask(i, j, q), i == j
+
+    def mask(self, i, j, q):
+        """Added to scores: 0 where chunk i sees chunk j, -1e30 elsewhere. None if it sees all of it."""
+        if self.sees[i][j] == 2:
+            return None
+        is_same = self.documents[:, i, :, None] == self.documents[:, j, None]
+        # Not -inf: a query that sees nothing of a block must have a softmax there, to be given no weight.
+        mask = torch.where(is_same, 0.0, -1e30).to(q.dtype)
+        return mask.unsqueeze(1).expand(*q.shape[:2], -1, -1)
 
 
-# If neither memory nor time mattered, each rank would all-gather k and v, and compute attention of its own
-# queries to all of them. The problem is that k and v of all tokens may not fit, and that nothing is computed
-# while they travel. A ring has those of two ranks at a time, and computes with one while the other arrives.
+class Attention(torch.autograd.Function):
+    """Attention of this rank's queries to all ranks' keys and values, which bring() yields rank by rank. In
+    backward take_back() is given their gradients in the same order, and returns those of k and v."""
 
-
-def ring_attention(q, k, v, *, is_causal=False, group=None, order="zigzag"):
-    """Attention of q (b, a, s/N, h/a) to all ranks' k and v (b, a_kv, s/N, h/a), where a_kv divides a."""
-    if order == "zigzag" and q.shape[2] % 2:
-        raise ValueError(f"{q.shape[2]} tokens: zigzag needs an even number, as shard_sequence() gives")
-    return RingAttention.apply(q, k, v, group, order, is_causal)
-
-
-class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, group, order, is_causal):
+    def forward(ctx, q, k, v, layout, bring, take_back):
+        if q.shape[2] != layout.length * len(layout.chunks[layout.rank]):
+            raise ValueError(f"{q.shape[2]} tokens are not this rank's: give what layout.shard() returns")
         wide = torch.promote_types(q.dtype, torch.float32)  # blocks are merged in fp32 at least
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full_like(out[..., :1], -math.inf)  # log-sum-exp of the scores so far
-        own_kv = torch.stack((k, v))
-        ctx.layout = q.shape[2], group, order, is_causal
-        for hops, kv in enumerate(rotate(own_kv, group)):
-            if seen := visible(hops, *ctx.layout):
-                queries, keys = seen
-                block, block_lse = attend(q[:, :, queries], *kv[..., keys, :], is_causal and hops == 0)
+        for rank, kv in bring(torch.stack([k, v]), layout):
+            for queries, keys, *mask in layout.blocks(rank, q):
+                block, block_lse = attend(q[:, :, queries], *kv[..., keys, :], *mask)
                 merge(out[:, :, queries], lse[:, :, queries], block, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.how = layout, bring, take_back
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        _, group, _, is_causal = ctx.layout
-        own_kv = torch.stack((k, v))
+        layout, bring, take_back = ctx.how
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        received = torch.zeros_like(own_kv)  # others' part of the gradient of the kv in use, a hop later
-        works = []
-        for hops, kv in enumerate(rotate(own_kv, group)):
-            grad_kv = torch.zeros_like(kv)  # in kv's dtype, in which it is sent on
-            if seen := visible(hops, *ctx.layout):
-                queries, keys = seen
-                of_queries = [x[:, :, queries] for x in (grad, out, lse, q)]
-                block_q, *block_kv = attend_backward(*of_queries, *kv[..., keys, :], is_causal and hops == 0)
-                grad_q[:, :, queries] += block_q
-                grad_kv[..., keys, :] += torch.stack(block_kv)
-            for work in works:
-                work.wait()
-            grad_kv += received
-            received, works = send_to_next(grad_kv, group)
-        for work in works:
-            work.wait()
-        return grad_q.to(q.dtype), *received, None, None, None
 
+        def grads_of_kv():
+            for rank, kv in bring(torch.stack([k, v]), layout):
+                grad_kv = torch.zeros_like(kv)  # in kv's dtype, in which it travels
+                for queries, keys, *mask in layout.blocks(rank, q):
+                    of_queries = [x[:, :, queries] for x in (grad, out, lse, q)]
+                    block_q, *block_kv = attend_backward(*of_queries, *kv[..., keys, :], *mask)
+                    grad_q[:, :, queries] += block_q
+                    grad_kv[..., keys, :] += torch.stack(block_kv)
+                yield grad_kv
 
-def visible(hops, length, group, order, is_causal):
-    """Which of this rank's queries see which keys of the rank `hops` before, cyclically: slices or None."""
-    everything = slice(None), slice(None)
-    if hops == 0 or not is_causal:  # own chunks ascend: for them the kernel's causal mask is right
-        return everything
-    theirs_are_earlier = hops <= dist.get_rank(group)  # else it wraps round to a higher rank
-    if order == "contiguous":
-        return everything if theirs_are_earlier else None
-    half = length // 2
-    if theirs_are_earlier:  # their early chunk precedes both of ours, their late one follows both
-        return slice(None), slice(half)
-    return slice(half, None), slice(None)  # both of theirs lie between our early and our late chunk
-
-
-def rotate(kv, group):
-    """Yield this rank's k and v, then those of rank - 1 and so on, receiving the next while one is in use."""
-    for _ in range(dist.get_world_size(group) - 1):
-        next_kv, works = send_to_next(kv, group)
-        yield kv
-        for work in works:
-            work.wait()
-        kv = next_kv
-    yield kv
-
-
-def send_to_next(tensor, group):
-    """Start sending to the next rank. Returns the buffer being received, and works to wait for before use."""
-    rank = dist.get_rank(group)
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
-        return tensor, []
-    received = torch.empty_like(tensor)
-    ops = [
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % world_size),
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % world_size),
-    ]
-    return received, dist.batch_isend_irecv(ops)
-
-
-def attend(q, k, v, is_causal):
-    """A block's output, and log-sum-exp of scores (b, a, s/N, 1), by the kernel for this device and dtype."""
-    if not q.is_cuda:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
-    elif q.dtype == torch.float32:
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)
-        lse = lse[..., : q.shape[2]]  # it is padded to a multiple of 32
-    else:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
-    return out, lse.unsqueeze(-1)
-
-
-def attend_backward(grad, out, lse, q, k, v, is_causal):
-    """Gradients of q, k, v of one block, given out and lse of all keys (arXiv 2307.08691, 3.1)."""
-    lse = lse.squeeze(-1).contiguous()
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, is_causal
-        )
-    if q.dtype == torch.float32:
-        lse = F.pad(lse, (0, -q.shape[2] % 32), value=math.inf)  # as the kernel pads it
-        needed = True, True, True, False  # gradients: that of a bias is not
-        return aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, out, lse, None, None, 0.0, needed, is_causal
-        )[:3]
-    return aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, None, None
-    )
+        grad_k, grad_v = take_back(grads_of_kv(), layout)
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
 def merge(out, lse, block, block_lse):
@@ -209,15 +174,22 @@ def merge(out, lse, block, block_lse):
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-def ulysses_attention(q, k, v, *, is_causal=False, group=None, order="zigzag"):
-    """Like ring_attention(), but N must divide a_kv, and causal attention needs order "contiguous"."""
-    if is_causal and order != "contiguous":
-        raise ValueError("Ulysses needs order='contiguous', here and in shard_sequence()")
-    if k.shape[1] % dist.get_world_size(group):
-        raise ValueError(f"{k.shape[1]} key heads: must be a multiple of the ranks")
-    q, k, v = (AllToAll.apply(x, 1, 2, group) for x in (q, k, v))  # (b, a/N, s, h/a)
-    out = plain_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-    return AllToAll.apply(out, 2, 1, group)  # (b, a, s/N, h/a)
+# The first way: all keys and values arrive in one message, and all their gradients leave in one.
+def gather_attention(q, k, v, layout):
+    """Attention of this rank's q (b, a, s/N, h/a) to all ranks' k and v (b, a_kv, s/N, h/a)."""
+    return Attention.apply(q, k, v, layout, gather, reduce_scatter)
+
+
+def gather(kv, layout):
+    shards = kv.new_empty(layout.world_size, *kv.shape)
+    all_gather(shards, kv[None], group=layout.group)
+    return enumerate(shards)
+
+
+def reduce_scatter(grads, layout):
+    # An all-to-all and a sum do the same, and gloo's own reduce-scatter sends twice as much.
+    parts = torch.stack(list(grads))
+    return AllToAll.apply(parts, 0, 0, layout.group).sum(0)
 
 
 class AllToAll(torch.autograd.Function):
@@ -236,30 +208,124 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, *ctx.back), None, None, None
 
 
+# This has two problems. While keys and values travel, nothing is computed. And those of all tokens must fit,
+# if only while a layer computes. So the second way: those of one rank are used while others arrive.
+def ring_attention(q, k, v, layout):
+    """Like gather_attention()."""
+    return Attention.apply(q, k, v, layout, rotate, rotate_grads)
+
+
+def rotate(kv, layout):
+    """Yield (rank, its k and v): those of this rank, of the one before it, and so on round the ring."""
+    for hops in range(layout.world_size - 1):
+        receive = send_to_next(kv, layout)
+        yield layout.rank - hops, kv
+        kv = receive()
+    yield layout.rank + 1 - layout.world_size, kv
+
+
+def rotate_grads(grads, layout):
+    """Gradients follow their keys and values a hop later. Each rank adds its part; N hops bring them home."""
+    receive = None
+    for grad_kv in grads:
+        if receive:
+            grad_kv += receive()
+        receive = send_to_next(grad_kv, layout)
+    return receive()
+
+
+def send_to_next(tensor, layout):
+    """Start sending to the next rank. Returns a function that waits for what the rank before has sent."""
+    if layout.world_size == 1:
+        return lambda: tensor
+    received = torch.empty_like(tensor)
+    before = (layout.rank - 1) % layout.world_size
+    after = (layout.rank + 1) % layout.world_size
+    ops = [
+        dist.P2POp(dist.irecv, received, group=layout.group, group_peer=before),
+        dist.P2POp(dist.isend, tensor, group=layout.group, group_peer=after),
+    ]
+    works = dist.batch_isend_irecv(ops)
+
+    def receive():
+        for work in works:
+            work.wait()
+        return received
+
+    return receive
+
+
+# A ring sends as much as gathering does. The third way sends less if N > 2, but a rank must have a head.
+def ulysses_attention(q, k, v, layout):
+    """Like gather_attention(); N must divide a_kv."""
+    q = AllToAll.apply(q, 1, 2, layout.group)  # (b, a/N, s, h/a)
+    k = AllToAll.apply(k, 1, 2, layout.group)
+    v = AllToAll.apply(v, 1, 2, layout.group)
+    # Now this rank has all chunks, in the order of the ranks, and needs no others: it is a ring of one.
+    alone = copy(layout)
+    alone.rank = 0
+    alone.world_size = 1
+    alone.chunks = [np.concatenate(layout.chunks)]
+    out = ring_attention(q, k, v, alone)
+    return AllToAll.apply(out, 2, 1, layout.group)  # (b, a, s/N, h/a)
+
+
+KINDS = {
+    "gather": gather_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+}
+
+# A reader may skip the next two functions. They call the kernels, one for CPUs and one for GPUs, that torch
+# has behind F.scaled_dot_product_attention, which does not return the log-sum-exp. 0.0: no dropout.
+
+
+def attend(q, k, v, mask, is_causal):
+    """A block's output, and the log-sum-exp of each query's scores (b, a, s/2N, 1)."""
+    if q.is_cuda:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, is_causal)
+        lse = lse[..., : q.shape[2]]  # it is padded to a multiple of 32
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask)
+    return out, lse.unsqueeze(-1)
+
+
+def attend_backward(grad, out, lse, q, k, v, mask, is_causal):
+    """A block's part of the gradients of q, k, v. With lse of all keys, exp(score - lse) is a key's weight
+    in the whole softmax, so these parts just add up (arXiv 2307.08691, section 3.1)."""
+    lse = lse.squeeze(-1)
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask
+        )
+    lse = F.pad(lse, (0, -q.shape[2] % 32), value=math.inf)  # as the kernel pads it
+    needed = True, True, True, False  # gradients: that of the mask is not
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, mask, out, lse, None, None, 0.0, needed, is_causal
+    )[:3]
+
+
 def train(config):
     """Train with these flags. In bf16 the model has the fp32 masters; `weights` are their casts."""
-    device, text, group = set_up_groups(config)
+    device, text = check_and_set_up(config)
     world_size = dist.get_world_size()
-    replica = dist.get_rank() // config.cp
     dtype = DTYPES[config.dtype]
-    shard = partial(shard_sequence, order=config.order, group=group)
-    attention = ring_attention if config.kind == "ring" else ulysses_attention
-    attention = partial(attention, order=config.order, group=group)
     model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, replica, config.dp)
+        batches = microbatches(config, text, step, device)  # all ranks' rows are the same
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
-        weights["positions.weight"] = shard(weights["positions.weight"], 0)  # GPT reads the first s/N rows
         loss = 0
         for inputs, targets in batches:
-            with mock.patch.object(F, "scaled_dot_product_attention", attention):  # Block stays as it is
-                microloss = mean_loss(functional_call(model, weights, shard(inputs, 1)), shard(targets, 1))
-            microloss /= config.accum  # as gradients of microbatches add up
+            microloss = loss_of(model, weights, inputs, targets, config) / config.accum
             microloss.backward()
             loss += microloss.detach()
-        grad_norm = average_gradients(model, config.clip)
+        # Each loss is the mean over this rank's tokens. All ranks have equally many.
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= world_size
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         model.zero_grad()
         dist.all_reduce(loss)
@@ -268,46 +334,51 @@ def train(config):
         save_weights(model.to(dtype).state_dict(), config.save)
 
 
-def average_gradients(model, max_norm):
-    """Make each .grad the mean over ranks (equal numbers of tokens), and clip. Returns the unclipped norm."""
-    grads = [param.grad for param in model.parameters()]
-    flat_grad = nn.utils.parameters_to_vector(grads)
-    dist.all_reduce(flat_grad)
-    flat_grad /= dist.get_world_size()
-    nn.utils.vector_to_parameters(flat_grad, grads)  # each .grad is now a view of flat_grad
-    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+def loss_of(model, weights, inputs, targets, config):
+    """The mean loss of this rank's tokens of whole rows (b, s)."""
+    begins = torch.zeros(1, config.context, dtype=torch.bool)  # each row is one document
+    if config.documents:
+        begins = inputs == ord("\n")
+    layout = Layout(begins)
+
+    def attention(q, k, v, is_causal):  # in place of torch's, so that Block stays as it is
+        return KINDS[config.kind](q, k, v, layout)
+
+    positions = layout.shard(weights["positions.weight"], 0)  # of which GPT takes the first s/N rows
+    weights = weights | {"positions.weight": positions}
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+        logits = functional_call(model, weights, layout.shard(inputs, 1))
+    return mean_loss(logits, layout.shard(targets, 1))
 
 
-def set_up_groups(config):
-    """Check the flags and join. Returns the device, the text, and the ranks that share a sequence."""
+def check_and_set_up(config):
     world_size = int(os.getenv("WORLD_SIZE") or 1)
-    config.cp = config.cp or world_size
-    if world_size % config.cp:
-        refuse(f"--cp {config.cp}: must divide the {world_size} ranks")
-    if config.kind == "ulysses":
-        if config.order == "zigzag":
-            refuse("--order zigzag: needs --kind ring")
-        if config.heads % config.cp:
-            refuse(f"--heads {config.heads}: must be a multiple of --cp {config.cp}")
-        config.order = "contiguous"
-    config.order = config.order or "zigzag"
-    if config.context % (2 * config.cp):
-        refuse(f"--context {config.context}: must be a multiple of 2 x --cp {config.cp}")
-    config.dp = world_size // config.cp
-    device, text = set_up(config, f" | cp {config.cp} | {config.kind} {config.order}", config.dp)
-    if config.kind == "ring" and device.type == "cuda":
+    if config.context % (2 * world_size):
+        refuse(f"--context {config.context}: must be a multiple of 2 x {world_size} ranks")
+    if config.kind == "ulysses" and config.heads % world_size:
+        refuse(f"--heads {config.heads}: must be a multiple of the {world_size} ranks")
+    device, text = set_up(config, f" | {config.kind} | documents {config.documents}", replicas=1)
+    if device.type == "cuda":
         if config.dtype == "fp64":
-            refuse("--dtype fp64: a ring on GPUs takes fp32 or bf16; use --device cpu or --kind ulysses")
+            refuse("--dtype fp64: the kernel for GPUs takes fp32 or bf16; use --device cpu")
         if config.width % (8 * config.heads):
-            refuse(f"--width {config.width}: a ring on GPUs needs a multiple of 8 x --heads {config.heads}")
-    return device, text, dist.new_subgroups(config.cp)[0]
+            refuse(f"--width {config.width}: on GPUs must be a multiple of 8 x --heads {config.heads}")
+    return device, text
 
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--cp", type=int, help="ranks that share a sequence (none: all)")
-    own.add_argument("--kind", default="ring", choices=("ring", "ulysses"))
-    own.add_argument("--order", choices=("zigzag", "contiguous"), help="of chunks, in a ring (none: zigzag)")
+    own.add_argument(
+        "--kind",
+        choices=KINDS,
+        default="gather",
+        help="how keys and values reach the queries",
+    )
+    own.add_argument(
+        "--documents",
+        action="store_true",
+        help="each newline begins a document",
+    )
     return read_flags(arguments, own)
 
 

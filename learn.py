@@ -61,7 +61,8 @@ tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hide
 tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of a token
 sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and an all-gather
 context_parallel      | merge | 15 | two softmaxes over parts of the keys become one
-context_parallel-ring | visible rotate | 25 | whose keys are here after so many hops, and who sees them
+context_parallel-keys | Layout.blocks | 20 | which keys does rank i see? its chunks by that rank's
+context_parallel-gather | gather reduce_scatter | 15 | all ranks' kv at once; gradients go home, summed
 expert_parallel       | MoE.run_experts | 40 | orders 2 to 5 of the docstring
 expert_zero           | alpha=1 / dist.get_world_size() | 10 | how many ranks' tokens are in a group's sum
 pipeline              | one_f_one_b | 15 | warmup: F alone; then F and B in turn; cooldown: B alone

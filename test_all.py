@@ -47,8 +47,7 @@ OWN = {
                "--outer-momentum": ("0", "nan -1 2 x"),
                "--fragments": ("1", "0 -1 2 x"), "--delay": ("0", "-1 1 x")},
     "offload": {"--link-gbps": ("1 inf", "0 -1 nan")},
-    "context_parallel": {"--cp": ("1 2", "0 -1 5 x"), "--kind": ("ring ulysses", "all"),
-                         "--order": ("zigzag contiguous", "x")},
+    "context_parallel": {"--kind": ("gather ring ulysses", "all")},
     "expert_parallel": {"--experts": ("4 8", "0 -1 x"), "--top-k": ("1 2", "0 -1 99"),
                         "--ep": ("1 2", "0 -1 5"), "--capacity-factor": ("1.25 inf", "nan -1"),
                         "--balance": ("0 0.1", "nan -1 x"), "--bias-rate": ("0 0.005", "nan -1 x")},
@@ -72,7 +71,7 @@ AS_DDP = "--optim sgd --clip inf"
 EXACT_CHOICE = "--dtype fp64"  # of experts: in fp32 two scores may be equal up to rounding
 BAD_SPLITS = ("--heads 9", "--context 15")
 NOBODY = ("--kill 1", "--kill 2@3", "--kill 1@0", "--kill 1@21", "--join 0", "--join -3", "--join 21")
-BAD_RINGS = ("--cp 3", "--context 15", "--order zigzag --kind ulysses")
+BAD_ROWS = ("--context 15", "--heads 9 --kind ulysses")
 
 LESSONS = [
     Lesson("single", worlds=(1,)),
@@ -90,7 +89,7 @@ LESSONS = [
     Lesson("offload", bad_flags=("--link-gbps 0",)),
     Lesson("tensor_parallel", bad_flags=("--heads 9",), flags="--vocab 257 --batch 9"),
     Lesson("sequence_parallel", bad_flags=BAD_SPLITS, flags="--vocab 257 --context 12 --batch 9"),
-    Lesson("context_parallel", bad_flags=BAD_RINGS, flags="--context 24"),
+    Lesson("context_parallel", bad_flags=BAD_ROWS, flags="--context 24"),
     Lesson("expert_parallel", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12 --bias-rate 0.005"),
     Lesson("expert_zero", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12"),
     Lesson("pipeline", bad_flags=("--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")),
@@ -214,6 +213,7 @@ def test_what_a_lesson_held_is_free_when_it_has_ended(lesson):
 
 RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]
 RACES += ["uneven", "uneven --order balanced --pack"]
+RACES += ["context_parallel"]
 RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]

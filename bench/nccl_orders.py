@@ -21,6 +21,7 @@ from pathlib import Path
 from gpu import ROOT, stop
 
 OWN_FLAGS = {"expert_parallel": ["--dtype", "fp64"], "pipeline": ["--accum", "8"]}
+OWN_FLAGS |= {"context_parallel": ["--kind", "ring"]}
 OWN_FLAGS |= {"zero_bubble": ["--accum", "8"], "pipeline_v": ["--accum", "8"]}
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=4"]
 

@@ -73,7 +73,11 @@ PEERS = {
     },
     "tensor_parallel": {"torch parallelize_module": partial(DTensors, False)},
     "sequence_parallel": {"torch parallelize_module": partial(DTensors, True)},
-    "context_parallel": {"torch's ring attention": OtherAttention, "DeepSpeed Ulysses": deepspeed(Ulysses)},
+    "context_parallel": {
+        "torch's ring, allgather": partial(OtherAttention, "allgather"),
+        "torch's ring, alltoall": partial(OtherAttention, "alltoall"),
+        "DeepSpeed Ulysses": deepspeed(Ulysses),
+    },
     "expert_parallel": {"DeepSpeed MoE": deepspeed(Mixtures, False), ALONE: partial(Mixtures, True)},
     "pipeline": {"torch pipelining": Pipelined},
     "pipeline_v": {"torch pipelining": Pipelined},

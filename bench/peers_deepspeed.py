@@ -68,10 +68,8 @@ class DeepSpeed(Peer):
 class Ulysses(OtherAttention):
     """DeepSpeed's DistributedAttention, which takes (b, s, a, h/a)."""
 
-    order = "contiguous"
-
     def __init__(self, lesson, config, device):
-        super().__init__(lesson, config, device)
+        super().__init__(None, lesson, config, device)
         quiet_deepspeed()
         from deepspeed.sequence.layer import DistributedAttention
 

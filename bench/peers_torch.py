@@ -210,8 +210,12 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, lesson, q, k, v):
+        def attend(q, k, v, is_causal):
+            out, lse = lesson.attend(q, k, v, None, is_causal)
+            return out, lse.squeeze(-1)
+
         ring = context._templated_ring_attention
-        out, lse = ring(dist.group.WORLD, 2, lesson.attend, q, k, v, is_causal=True)
+        out, lse = ring(dist.group.WORLD, 2, attend, q, k, v, is_causal=True)
         ctx.lesson = lesson
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -219,7 +223,8 @@ class TorchRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         def attend_backward(grad_out, query, key, value, out, logsumexp, is_causal):
-            return ctx.lesson.attend_backward(grad_out, out, logsumexp, query, key, value, is_causal)
+            lse = logsumexp.unsqueeze(-1)
+            return ctx.lesson.attend_backward(grad_out, out, lse, query, key, value, None, is_causal)
 
         ring = context._templated_ring_attention_backward
         saved = ctx.saved_tensors
@@ -227,13 +232,16 @@ class TorchRing(torch.autograd.Function):
 
 
 class OtherAttention(AllReduced):
-    """The lesson with another attention, here torch's ring, of tokens in this order."""
+    """The lesson with another attention, here torch's ring; method: how its keys and values travel."""
 
-    order = "zigzag"
-
-    def __init__(self, lesson, config, device):
+    def __init__(self, method, lesson, config, device):
         super().__init__(lesson, config, device)
-        self.own = partial(lesson.shard_sequence, order=self.order)
+        assert not config.documents, "the peers' rows are of one document: run without --documents"
+        self.method = method
+        layout = lesson.Layout(torch.zeros(1, config.context, dtype=torch.bool))
+        if method is None:  # tokens in their order
+            layout.chunks = [[2 * i, 2 * i + 1] for i in range(layout.world_size)]
+        self.own = layout.shard
 
     def attention(self, q, k, v, is_causal):
         return TorchRing.apply(self.lesson, q, k, v)
@@ -244,6 +252,12 @@ class OtherAttention(AllReduced):
         with mock.patch.object(nn.functional, "scaled_dot_product_attention", self.attention):
             logits = torch.func.functional_call(self.model, weights, self.own(inputs, 1))
         return self.lesson.mean_loss(logits, self.own(targets, 1))
+
+    def step(self, batches):
+        if self.method:
+            context.set_rotate_method(self.method)  # of all rings in this process
+            context._cp_options.convert_to_f32 = self.config.dtype != "fp64"  # blocks, to be merged
+        super().step(batches)
 
 
 def checkpointed(lesson, config, device):

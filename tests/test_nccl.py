@@ -29,7 +29,7 @@ OWN = {lesson.name: lesson.variants for lesson in LESSONS} | {
     "hsdp": ("--shard 2", "--shard 1", "--shard 2 --prefetch 0"),
     "diloco": ("--inner-steps 4 --steps 8 --fragments 2 --delay 1",),
     "offload": ("--params",),
-    "context_parallel": ("--order contiguous", "--kind ulysses", "--cp 1"),
+    "context_parallel": ("--kind ring", "--kind ulysses", "--documents"),
     "expert_parallel": ("--ep 1", "--capacity-factor 1 --top-k 1 --bias-rate 0.005"),
     "expert_zero": ("--ep 1", "--ep 4 --top-k 1 --bias-rate 0.005"),
     "pipeline": ("--schedule naive", "--schedule gpipe"),
@@ -47,6 +47,7 @@ NAMED = {
     "dp_async": {("copy", "microbatches()"): 2, ("item", "train_share()"): 2, ("item", "print_step()"): 1},
     "expert_parallel": {("copy", "all_gather_counts()"): "k"},
     "expert_zero": {("copy", "all_gather_counts()"): "k"},
+    "context_parallel --documents": {("copy", "__init__()"): "k"},
     "diloco": {("copy", "train()"): 1, ("item", "print_step()"): 0},
     "diloco --delay": {("copy", "microbatches()"): 4},
     "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
@@ -201,7 +202,13 @@ SHARED = [
     ('"nccl" if gpus else "gloo"', '"gloo"', check_shared, "another backend"),
 ]  # fmt: skip
 test_a_mutant_is_rejected_where_ranks_share_a_gpu = mutants(SHARED, "zero3")
-check_order = partial(together, in_order)
+
+
+def check_order(path):
+    flags = "--kind ring" if Path(path).stem == "context_parallel" else ""
+    together(in_order, path, [(4, flags)])
+
+
 check_gpu = partial(together, on_gpu)
 check_offload = partial(together, on_gpu, rows=[(2, 1, 3, "--policy offload")])
 check_dropped = partial(together, on_gpu, rows=[(2, 1, 3, "--dtype bf16", drop_and_change)])
@@ -269,7 +276,12 @@ ORDER = [
     ("zero_bubble", '{op: dist.new_group() for op in "FB"}', 'dict.fromkeys("FB", dist.new_group())', WAIT),
     ("pipeline zero_bubble", "self.ahead = 1\n", "self.ahead = 4\n", WAIT),
     ("zero_bubble", "self.world_size, self.groups[op]", f"self.world_size, {OTHER_GROUP}", WAIT),
-    ("context_parallel", "peer=(rank + 1)", "peer=(rank + 1 - 2 * (rank == 0))", WAIT),
+    (
+        "context_parallel",
+        "after = (layout.rank + 1)",
+        "after = (layout.rank + 1 - 2 * (layout.rank == 0))",
+        WAIT,
+    ),
     ("reshard", "enumerate(self.units)", "enumerate(self.units[self.rank == 0 :])", MEET),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
 ]

@@ -77,7 +77,9 @@ tensor_parallel    compute  Qkbs/N
 tensor_parallel    exposed  2k(N-1)(4L+5)A+2knbs((2L+1)wh+3m)+max(0,2knbs(2L+1)wh-kY/N/2)    in forward all
 sequence_parallel  compute  Qkbs/N
 sequence_parallel  exposed  (N-1)(k(10L+9)+12L+4)A+knbs((4L+2)wh+4m)+max(0,knbs(6L+3)wh-kY/N)   in forward all
-context_parallel   compute  Qkbs/N                  attention to many tokens hides messages
+context_parallel   compute  Qkbs/N                  without --documents; a long row hides a ring's messages
+context_parallel   compute  kM                      with --documents: of the blocks that the mask shows
+context_parallel   idle     (D-M)/M                 with --documents: all wait for the rank with most
 expert_parallel    compute  (6(D+MtU)+12Lhs)kbs/N   if tokens are spread evenly; nothing hides messages
 expert_zero        compute  (6(D+MtU)+12Lhs)kbs/N   as in expert_parallel.py
 pipeline           compute  (6R+12Lhs/N)kbs         of the largest stage; nothing hides messages

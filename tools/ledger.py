@@ -95,7 +95,16 @@ def run(lesson, config, trace=None, watch=None):
         config.costs.append([sum(cost(len(document)) for document in share) for share in shares])
         return shares
 
+    def lay_out(begins, *group):
+        layout = own_layout(begins, *group)
+        if config.documents:
+            config.blocks.append([blocks_of(layout, rank) for rank in range(layout.world_size)])
+        return layout
+
     replaced = {loader: begin, "print_step": end}
+    if own_layout := getattr(lesson, "Layout", None):
+        config.blocks = []  # of each microbatch: each rank's blocks of scores
+        replaced["Layout"] = lay_out
     if own_deal := getattr(lesson, "deal", None):
         config.costs = []  # of each step: FLOPs of each rank's documents
         replaced["deal"] = deal
@@ -104,6 +113,14 @@ def run(lesson, config, trace=None, watch=None):
         _push_mode(watch)
         lesson.train(config)
     return watch, history
+
+
+def blocks_of(layout, rank):
+    """How many blocks of scores a rank of context_parallel.py computes; half of each on the diagonal."""
+    blocks = 0
+    for i in layout.chunks[rank]:
+        blocks += sum(map(bool, layout.sees[i])) - 1 / 2  # a chunk sees itself
+    return blocks
 
 
 def result_of(lesson, config, watch, history, clock=None):
@@ -184,6 +201,9 @@ def simulate(lesson, config, ranks, rank, backend="nccl"):
         if hasattr(lesson, "MoE"):
             even = partialmethod(even_counts, lesson.MoE.all_gather_counts)
             stack.enter_context(mock.patch.object(lesson.MoE, "all_gather_counts", even))
+        if layout := getattr(lesson, "Layout", None):  # whose tables the host reads
+            lay_out = with_data(lambda begins: layout(torch.zeros(begins.shape, dtype=torch.bool)))
+            stack.enter_context(mock.patch.object(lesson, "Layout", lay_out))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return result_of(lesson, config, *run(lesson, config))
 
@@ -263,7 +283,8 @@ def main():
     for problem in find_problems(given):
         refuse(problem)
     lesson = load(given.lesson)
-    if given.ranks and {"Offload", "ShardedOptimizer", "deal"} & vars(lesson).keys():
+    needs_values = {"Offload", "ShardedOptimizer", "deal"} & vars(lesson).keys()
+    if given.ranks and (needs_values or "--documents" in flags):
         refuse(f"--ranks {given.ranks}: {given.lesson} needs values, or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])

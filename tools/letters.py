@@ -8,8 +8,9 @@ over gloo; r parameters that tensor-parallel ranks all have. With M mixtures of 
 which a token takes t: U parameters in an expert, D outside them; an all-to-all depends on tokens, the formula
 is its mean; V of D in a block with experts, W in one without. H parameters in Muon's matrices, X of them on
 the rank with most; o bytes of an outer momentum. Documents of the rank that has most take D FLOPs, a rank's M
-in the mean. Of N trainers one sends to up to q of t servers, which hold D numbers each. H are diloco.py's
-steps from exchange to exchange; letters of time alone stand in tools/formulas.py, at TIME.
+in the mean; in context_parallel.py those of a microbatch. Of N trainers one sends to up to q of t servers,
+which hold D numbers each. H are diloco.py's steps from exchange to exchange; letters of time alone stand in
+tools/formulas.py, at TIME.
 """
 
 import re
@@ -80,6 +81,15 @@ def letters_of(lesson, config, ranks, backend):
     if hasattr(config, "costs"):
         letters["D"] = statistics.mean(map(max, config.costs))
         letters["M"] = statistics.mean(map(statistics.mean, config.costs))
+    if getattr(config, "blocks", None):  # of microbatches with documents; a rank has 1/N of the tokens
+        of_tokens = 6 * letters["P"] * config.context / ranks
+        of_block = 12 * config.layers * config.width * (config.context / ranks / 2) ** 2
+        costs = []
+        for blocks in config.blocks:
+            blocks = [statistics.mean(blocks)] * ranks if config.kind == "ulysses" else blocks
+            costs.append([of_tokens + of_block * each for each in blocks])
+        letters["D"] = letters["b"] * statistics.mean(map(max, costs))
+        letters["M"] = letters["b"] * statistics.mean(map(statistics.mean, costs))
     if hasattr(config, "outer_lr"):
         letters |= {"o": letters["m"] * (config.outer_momentum > 0), "H": config.inner_steps}
     if hasattr(config, "servers"):  # of reshard.py; without any, nothing is sent to one
