@@ -2,7 +2,6 @@
 
     python tools/diverge.py zero3.py                          on 2 ranks, beside single.py
     python tools/diverge.py exercises/bug17.py --ranks 3 --accum 2
-    python tools/diverge.py --proof 40                        how often it is right of the tests' mutants
 
 Every rank notes each microbatch, the weights that a module uses and its output, each loss that backward is
 called on, each gradient in backward, the gradients that a norm is taken of and those that an optimizer gets,
@@ -16,9 +15,8 @@ The line is that of the first operator, since what was still right, with another
 
 import argparse
 import gc
-import random
+import re
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -28,16 +26,20 @@ from pathlib import Path
 from unittest import mock
 
 import ledger
-import promises
 import torch
-from promises import FLAGS, ROOT, SIZES, find_mutants, plain_of, run
+from promises import FLAGS, ROOT, differ_in, plain_of, run
 from torch.optim import optimizer as optim
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 from watch import tensors_in
 
 SMALL = ["--batch", "12"]
 GIVEN = {"allreduce_": 0, "_allgather_base_": 1, "allgather_": 1, "_reduce_scatter_base_": 1, "send": 0}
-GIVEN |= {"reduce_scatter_": 1, "alltoall_base_": 1, "alltoall_": 1, "reduce_": 0}  # what is sent; else not here
+GIVEN |= {
+    "reduce_scatter_": 1,
+    "alltoall_base_": 1,
+    "alltoall_": 1,
+    "reduce_": 0,
+}  # what is sent; else not here
 AHEAD = 300  # operators in which one that is missing is looked for
 
 
@@ -48,6 +50,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.lesson = lesson
         self.here = threading.local()
+        self.here.step = 1
         self.step = 0
         self.updating = 0  # optimizers that are in their step()
         self.counts = Counter()
@@ -107,23 +110,35 @@ class Recorder(TorchDispatchMode):
         known = {}
         for i, param in enumerate(leaves):
             if param.grad is not None:
-                known.setdefault(param.grad.data_ptr(), getattr(param, "plain", f"part {i}"))
+                where = param.grad.data_ptr(), param.grad.numel()
+                known.setdefault(where, getattr(param, "plain", f"part {i}"))
         for tensor in tensors:
-            if tensor.data_ptr() in known:
-                self.note("gradients", known[tensor.data_ptr()], tensor)
+            if (tensor.data_ptr(), tensor.numel()) in known:
+                self.note("gradients", known[tensor.data_ptr(), tensor.numel()], tensor)
 
     def find_modules(self):
         """Name the modules and parameters of each GPT that there is, and watch their gradients."""
         things = gc.get_objects()
         self.optimizers = [each for each in things if issubclass(type(each), torch.optim.Optimizer)]
-        self.models = [each for each in things if issubclass(type(each), self.lesson.GPT)]
+        models = [each for each in things if issubclass(type(each), self.lesson.GPT)]
+        self.models = [each for each in models if "_modules" in vars(each)]  # else another thread makes it
         for gpt in self.models:
-            for name, param in named_parameters(gpt).items():
-                if param.requires_grad and not hasattr(param, "plain"):
-                    param.register_hook(partial(self.note, "backward", name))
-                param.plain = name
-            for name, module in gpt.named_modules():
-                module.plain = name or "GPT"  # which copies have, too
+            self.name_parts(gpt)
+
+    def name_parts(self, gpt):
+        for name, param in named_parameters(gpt).items():
+            if param.requires_grad and not hasattr(param, "plain"):
+                param.register_hook(partial(self.note, "backward", name))
+            param.plain = name
+        for name, module in gpt.named_modules():
+            module.plain = name or "GPT"  # which copies have, too
+
+    def making(self, init):
+        def make(gpt, *args, **kwargs):
+            init(gpt, *args, **kwargs)
+            self.name_parts(gpt)  # now: a lesson may take it apart
+
+        return make
 
     def load(self, load, config, text, step, *more):
         self.step = self.here.step = step
@@ -156,8 +171,10 @@ class Recorder(TorchDispatchMode):
             self.note(phase, getattr(param, "plain", f"part {i}"), param if change < 0 else param.grad)
 
     def print_step(self, config, step, loss, grad_norm, started):
+        self.here.step = step  # another thread may be ahead
         self.note("loss", "printed loss", loss)
         self.note("clip", "printed norm", grad_norm)
+        self.here.step += 1
 
     def watching(self, run):
         def run_watched(thread):
@@ -197,12 +214,16 @@ def record(path, flags):
         for where, name, instead in (
             (lesson, loader, partial(recorder.load, getattr(lesson, loader))),
             (lesson, "print_step", recorder.print_step),
+            (lesson.GPT, "__init__", recorder.making(lesson.GPT.__init__)),
             (torch.autograd, "backward", partial(recorder.before_backward, torch.autograd.backward)),
             (threading.Thread, "run", recorder.watching(threading.Thread.run)),
         ):
             stack.enter_context(mock.patch.object(where, name, instead))
         stack.callback(torch.nn.modules.module.register_module_forward_hook(recorder.after_module).remove)
-        before, after = partial(recorder.around_update, 1, "clip"), partial(recorder.around_update, -1, "optimizer")
+        before, after = (
+            partial(recorder.around_update, 1, "clip"),
+            partial(recorder.around_update, -1, "optimizer"),
+        )
         stack.callback(optim.register_optimizer_step_pre_hook(before).remove)
         stack.callback(optim.register_optimizer_step_post_hook(after).remove)
         stack.enter_context(recorder)
@@ -211,16 +232,21 @@ def record(path, flags):
 
 
 def first_difference(found, right, tolerance):
-    """The first quantity that differs from the same rank's of the lesson as it is, and the operator; or None."""
+    """The first quantity, and operator, that is not the same rank's of the lesson as it is; or None."""
     differences, operators = [], []
     for rank, (own, other) in enumerate(zip(found, right)):
         known = other["quantities"]
         local = {key[1:4] for key in known}
-        before = {}  # thread: how many operators both runs had done when it was still right
+        before = defaultdict(
+            dict
+        )  # {thread: {phase: how many operators both runs had done when it was right}}
         for key, (when, seen, place, value) in own["quantities"].items():
             thread, step, phase, name, which = key
             _, right_seen, _, expected = known.get(key, (0, 0, 0, value))
             if not is_close(value, expected, tolerance):
+                right_until = [before[thread].get(each, (0, 0)) for each in ("backward", "gradients", "clip")]
+                if phase != "weights":  # a weight that forward finds wrong was so since the update
+                    right_until += before[thread].values()
                 if phase == "gradients":
                     summed = name.startswith("part") or (step, "backward", name) in local
                     phase = "reduction" if summed else "backward"
@@ -229,17 +255,20 @@ def first_difference(found, right, tolerance):
                 what = step, which, phase, name, rank, place
                 differences.append((when, *what, *how_far(value, expected, len(found))))
                 lists = own["operators"].get(thread, []), other["operators"].get(thread, [])
-                start, right_start = before.get(thread, (0, 0))
+                start, right_start = max(right_until)
                 operator = other_operator(lists[0][start:seen], lists[1][right_start:right_seen])
                 operators.append(operator or other_operator(lists[0][:seen], lists[1][:right_seen]))
                 break
-            if key in known:
-                before[thread] = seen, right_seen
+            if key in known and name not in ("inputs", "targets") and not name.startswith("printed"):
+                before[thread][phase] = seen, right_seen
     if not differences:
         return None
     names = "when step microbatch phase name rank place size ratio".split()
     first = dict(zip(names, min(differences, key=lambda each: each[0])))
-    return first | {"operator": min(filter(None, operators), default=None)}
+    first["operator"] = min(filter(None, operators), default=None)
+    if first["phase"] == "reduction" and re.search(r"\._?(backward|weight_gradients)$", function_of(first)):
+        first["phase"] = "backward"
+    return first
 
 
 def other_operator(own, right):
@@ -289,12 +318,13 @@ def gathered(ranks):
     for rank, seen in enumerate(ranks):
         for (_, step, phase, name, _), (_, _, place, value) in seen["quantities"].items():
             if phase in ("forward", "gradients") or name.startswith("printed"):
+                name = re.sub("^part .*", "other parameters", name)
                 rows[step, phase, name].append((rank, place, value.flatten()))
     return rows
 
 
 def beside_plain(found, plain, tolerance):
-    """(the first quantity whose numbers are not the plain run's, or None; how many are; names that are not)."""
+    """(the first quantity whose numbers are not the plain run's, or None; how many are; what has no like)."""
     own, right = gathered(found), gathered(plain)
     for rows, other in ((own, set(right)), (right, set(own))):  # shards have no names: all in one
         for step, phase, name in [*rows]:
@@ -304,18 +334,25 @@ def beside_plain(found, plain, tolerance):
     for (step, phase, name), rows in right.items():
         values = torch.cat([value for *_, value in own.get((step, phase, name), [(0, 0, torch.empty(0))])])
         expected = torch.cat([value for *_, value in rows])
-        if phase == "gradients":  # padding, and what no token uses
-            values, expected = values[values != 0], expected[expected != 0]
+        if phase == "gradients":  # without padding, and weights that no token uses
+            values, expected = (each[each.abs() > 1e-12] for each in (values, expected))
         times, rest = divmod(len(values), len(expected))
         if rest or not times:
             left_out.append(name)
             continue
         expected = expected.sort()[0]
         if not is_close(values.sort()[0], expected.repeat_interleave(times), tolerance):
-            rank, place, value = max(own[step, phase, name], key=lambda row: distance(row[2], expected))
+            rank, place, _ = max(own[step, phase, name], key=lambda row: distance(row[2], expected))
             size, ratio = how_far(values.sort()[0], expected.repeat_interleave(times), len(found))
             phase = "reduction" if phase == "gradients" else phase
-            first = {"step": step, "microbatch": 0, "phase": phase, "name": name, "rank": rank, "place": place}
+            first = {
+                "step": step,
+                "microbatch": 0,
+                "phase": phase,
+                "name": name,
+                "rank": rank,
+                "place": place,
+            }
             return first | {"size": size, "ratio": ratio, "operator": None}, same, left_out
         same += 1
     return None, same, left_out
@@ -323,13 +360,13 @@ def beside_plain(found, plain, tolerance):
 
 def distance(value, among):
     """How far the numbers of a tensor are, at most, from the nearest in a sorted one."""
-    right = among.searchsorted(value).clamp(max=len(among) - 1)
+    right = torch.searchsorted(among, value).clamp(max=len(among) - 1)
     nearest = torch.minimum((value - among[right]).abs(), (value - among[(right - 1).clamp(min=0)]).abs())
     return nearest.max()
 
 
 def diverge(path, lesson, ranks=2, flags=""):
-    """(the first difference or None, what was compared, in words) of a file, a copy of a lesson, or of none."""
+    """(the first difference or None, what was compared, in words) of a file; lesson: that it is a copy of."""
     found = run(path, lesson, ranks, flags, record)
     said = []
     if "error" in found:
@@ -339,7 +376,7 @@ def diverge(path, lesson, ranks=2, flags=""):
         tolerance = 1e-6 if "--dtype" in flags else 1e-9
         first = first_difference(found["ranks"], right["ranks"], tolerance)
         said = [f"{sum(len(rank['quantities']) for rank in right['ranks'])} quantities with {lesson}.py's"]
-        if not first and promises.differ_in(found["weights"], right["weights"]):
+        if not first and differ_in(found["weights"], right["weights"]):
             first = {"phase": "save"}
         if first or "--dtype" in flags:
             return first, said[0]
@@ -349,5 +386,64 @@ def diverge(path, lesson, ranks=2, flags=""):
     said += [f"{same} quantities with those of {Path(source).name} on one rank"]
     if left_out:
         said += [f"not compared with these: {', '.join(dict.fromkeys(left_out))}"]
-    wrong = None if first else promises.differ_in(found["weights"], plain["weights"])
+    wrong = None if first else differ_in(found["weights"], plain["weights"])
     return ({"phase": "save", "name": wrong} if wrong else first), "; ".join(said)
+
+
+def describe(first, compared, path, lesson):
+    """Yield lines that say what diverge() found."""
+
+    def line(place, file):
+        text = (
+            Path(file).read_text().splitlines()[place[1] - 1].strip() if place[1] else "it has nothing here"
+        )
+        return f"{Path(file).name}, line {place[1]}, {place[0]}: {text}"
+
+    yield f"compared: {compared}"
+    if not first or "step" not in first:
+        yield "nothing differs" if not first else first.get("error") or "only the saved weights differ"
+        return
+    where = (
+        f"step {first['step']}, {first['phase']}, {first['name']}, number {first['microbatch']} of the step"
+    )
+    yield f"the first that differs: {where}, on rank {first['rank']}"
+    yield f"  by {first['size']:.2g}{first['ratio'] and '; '}{first['ratio']}"
+    yield f"  noted at {line(first['place'], path)}"
+    if first["operator"]:
+        _, kind, place, right_place = first["operator"]
+        yield f"the first operator that is not the lesson's ({kind}): {line(place, path)}"
+        yield f"  where the lesson has {line(right_place, ROOT / f'{lesson}.py')}"
+
+
+def lesson_of(path):
+    """The lesson that a file is a copy of: the one with its docstring's first line. None: of none."""
+    first = Path(path).read_text().partition("\n")[0]
+    return next(
+        (file.stem for file in ROOT.glob("*.py") if file.read_text().partition("\n")[0] == first), None
+    )
+
+
+def function_of(first):
+    """The function in which the first other operator is, or that of the quantity."""
+    if not first.get("operator"):
+        return first.get("place", ("",))[0]
+    _, kind, place, right_place = first["operator"]
+    return (right_place if kind == "missing" else place)[0]
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("lesson")
+    given, flags = parser.parse_known_args()
+    if not Path(given.lesson).is_file():
+        parser.error(f"{given.lesson}: no such file")
+    lesson = lesson_of(given.lesson)
+    path = str(Path(given.lesson).resolve())
+    first, compared = diverge(path, lesson, given.ranks, " ".join(flags))
+    print(*describe(first, compared, path, lesson), sep="\n")
+    sys.exit(bool(first))
+
+
+if __name__ == "__main__":
+    main()

@@ -138,8 +138,11 @@ def run(path, lesson, size=1, flags="", watch=watched):
             ranks[rank].start()
         deadline = time.monotonic() + SECONDS
         results = {}
-        while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
+        running = True
+        while running:
             time.sleep(0.02)
+            # Asked before the files are read: who has ended has written its own.
+            running = time.monotonic() < deadline and any(process.is_alive() for process in ranks)
             for rank in range(size):
                 file = folder / f"{rank}.seen"
                 if rank not in results and file.exists():
