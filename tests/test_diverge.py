@@ -59,6 +59,7 @@ def check_broken(name):
             broken, unbroken = recorded(str(path)), recorded(f"{ROOT}/{lesson}.py")
             assert diverge.first_difference(unbroken, unbroken, 1e-9) is None
             first = diverge.first_difference(broken, unbroken, 1e-9)
+            assert first, f"{lesson}, {new}: nothing differs"
             said = first["phase"], diverge.function_of(first)
             assert said == right, f"{lesson}, {new}: said {said}, which is {right}"
             # Beside single.py alone it is not overlooked, either.
@@ -82,7 +83,7 @@ def check_ratio(name):
 
 
 ROWS = [
-    ("if not is_close(value, expected, tolerance):", "if False:", check_broken, "NoneType"),
+    ("if not is_close(value, expected, tolerance):", "if False:", check_broken, "nothing differs"),
     ('phase = "reduction" if summed', 'phase = "clip" if summed', check_broken, "ddp, pass: said ('clip'"),
     ("if expected not in coming and", "if False and", check_broken, "ddp, pass: said"),
     ("expected.repeat_interleave(times), tolerance)", "expected.repeat_interleave(times) + 1, tolerance)",

@@ -1,7 +1,7 @@
 """From symptom to cause: what shows of each of the tests' mutants, and docs/trouble.md's tables of it.
 
     python tools/trouble.py            runs mutants that docs/trouble.json lacks, and writes the tables anew
-    python tools/trouble.py --proof 40 how often tools/diverge.py is right, of so many mutants with a wrong number
+    python tools/trouble.py --proof 40 how often tools/diverge.py is right of 40 mutants with a wrong number
 
 A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the lesson as it is. What differs
 first is kept of each run: an error, a hang, the step from which losses or norms differ, bytes held or sent.
@@ -66,7 +66,8 @@ OTHER = "a slip in the formula itself"
 PHASES = {  # of a mutant's function and line, the first that fits: what --proof takes to be right
     "save": "unsplit",
     "clip": r"clip_grad_norm_|Offload\.step|self\.max_norm =",
-    "optimizer": r"newton_schulz|Muon\.step|broadcast|accumulating|DiLoCo|MasterWeights|Unit\.update|make_shard|pull",
+    "optimizer": r"newton_schulz|Muon\.step|broadcast|accumulating|DiLoCo|MasterWeights|Unit\.update|"
+    r"make_shard|pull",
     "forward": r"^train.*(microbatches\(|GPT\(config\)|weight|shard\()",
     "loss": r"cross_entropy|CrossEntropy|sum_of_losses|^train|forward_backward",
     "reduction": r"reduce|collect|finish|gather_chunks|sum_gradients|average_gradients|Pipeline\.step|Bucket|"
@@ -142,7 +143,7 @@ def function_at(source, line):
 
 
 def phase_of(where, symptom):
-    """The phase in which a mutant of a function and line shows first. Not forward, if the first loss is right."""
+    """The phase in which a mutant of a function and line shows first: not forward, if the loss is right."""
     phase = next((phase for phase, pattern in PHASES.items() if re.search(pattern, where)), "forward")
     return "backward" if phase in ("forward", "loss") and symptom == "norm 1" else phase
 
