@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+import diverge
 import ledger
 from letters import spelled
 from promises import ROOT, SIZES, SYMPTOMS, find_mutants, plain_of, promises, run
@@ -274,11 +275,25 @@ def check(name):
     changed = sum(line[0] in "+-" for line in diff)
     attempts = add_attempt(name, not problem)
     print(f"{'Not yet' if problem else 'Done'}: attempt {attempts}, {changed} lines taken or added.")
+    if problem and name.startswith("bug") and attempts >= 2:
+        say(hint(str(path), lesson, promise, attempts))
     if name.startswith("bug") and not problem:
         _, source = lesson_of(lesson)
         right = set(source.splitlines()) - set(before.splitlines())
         print(f"In {lesson}.py:", *right or ["(a line more)"], sep="\n")
     sys.exit(1 if problem else 0)
+
+
+def hint(path, lesson, promise, attempts):
+    """The phase in which a bug shows first, by tools/diverge.py; after three attempts its function, too."""
+    ranks = int(re.match(r"\d+|", promise)[0] or 2)
+    first, _ = diverge.diverge(path, lesson, ranks, "--accum 3" * ("microbatches" in promise))
+    if not first or "step" not in first:
+        return "Hint: numbers do not tell where it is; what does the broken promise depend on?"
+    function = diverge.function_of(first) if attempts >= 3 else ""
+    return f"Hint: the first number that differs is of step {first['step']}, {first['phase']}" + (
+        f". Look at {function}, or at what it calls or is called by." if function else "."
+    )
 
 
 def catch_promises(path, _):

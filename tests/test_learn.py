@@ -62,6 +62,15 @@ def check_files(learn, folder):
     assert "NotImplementedError" not in said(lambda: learn.show("ddp"))[0]
 
 
+def check_hints(learn, folder):
+    _, source = learn.lesson_of("ddp")
+    path = folder / "bug0.py"
+    path.write_text(source.replace("self.flat_grad /= dist.get_world_size()", "pass"))
+    for attempts, known in {2: False, 3: True}.items():
+        words = learn.hint(str(path), "ddp", "2 ranks: gradient norms are the plain loop's", attempts)
+        assert "step 1, reduction" in words and ("Bucket.finish_all_reduce" in words) == known, words
+
+
 def check_answers(learn, folder):
     answers = iter(["abc(", "wP", *["1"] * 9])
     with mock.patch("builtins.input", lambda _: next(answers)):
@@ -92,7 +101,7 @@ def check_trouble(learn, folder):
         assert seen == known[key], f"{key}: docs/trouble.json says otherwise"
 
 
-CHECKS = (check_exercises, check_bugs, check_cheats, check_files, check_answers, check_trouble)
+CHECKS = (check_exercises, check_bugs, check_cheats, check_files, check_hints, check_answers, check_trouble)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -86,8 +86,8 @@ def watched(path, flags):
     return result
 
 
-def be_rank(path, rank, size, flags, folder):
-    """In a process of its own: run a file as this rank, and write what was seen to folder/RANK.json."""
+def be_rank(path, rank, size, flags, folder, watch):
+    """In a process of its own: run a file as this rank, and write what watch() saw to folder/RANK.seen."""
     gc.freeze()  # tools/watch.py looks through all objects; these were imported
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     faulthandler.register(signal.SIGUSR1, open(folder / f"{rank}.stack", "w"))  # noqa: SIM115
@@ -98,7 +98,7 @@ def be_rank(path, rank, size, flags, folder):
     try:
         store = dist.FileStore(f"{folder}/store", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        result = watched(path, [*flags.split(), "--save", f"{folder}/weights"])
+        result = watch(path, [*flags.split(), "--save", f"{folder}/weights"])
     except BaseException as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, SystemExit):  # a refusal, whose reason was printed
@@ -108,8 +108,8 @@ def be_rank(path, rank, size, flags, folder):
         for frame in traceback.extract_tb(error.__traceback__):
             lines += [frame.lineno] if frame.filename == path else []
         result = {"error": f"line {lines[-1]}: {said}"}
-    (folder / "draft").with_suffix(f".{rank}").write_text(json.dumps(result))
-    (folder / "draft").with_suffix(f".{rank}").rename(folder / f"{rank}.json")
+    torch.save(result, folder / f"draft.{rank}")
+    (folder / f"draft.{rank}").rename(folder / f"{rank}.seen")
     os._exit(0)
 
 
@@ -125,8 +125,10 @@ def where_is(path, rank, process, folder):
 
 
 @functools.cache
-def run(path, lesson, size=1, flags=""):
-    """What a file did on so many ranks, with its weights; or {"error": why it did not}. Cached by path."""
+def run(path, lesson, size=1, flags="", watch=watched):
+    """What a file did on so many ranks, with its weights; or {"error": why it did not}. Cached by path.
+
+    watch(path, flags): what is seen on a rank, a dict. "ranks" has those of all, the rest is rank 0's."""
     flags += " --inner-steps 2 --fragments 2 --steps 5" * (lesson == "diloco")
     flags += " --how direct" * (lesson == "reshard")
     if lesson in THREADS:
@@ -136,17 +138,20 @@ def run(path, lesson, size=1, flags=""):
         folder = Path(name)
         ranks = []
         for rank in range(size):
-            arguments = (path, rank, size, flags, folder)
+            arguments = (path, rank, size, flags, folder, watch)
             ranks.append(FORK.Process(target=be_rank, args=arguments, daemon=True))
             ranks[rank].start()
         deadline = time.monotonic() + SECONDS
         results = {}
-        while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
+        running = True
+        while running:
             time.sleep(0.02)
+            # Asked before the files are read: who has ended has written its own.
+            running = time.monotonic() < deadline and any(process.is_alive() for process in ranks)
             for rank in range(size):
-                file = folder / f"{rank}.json"
+                file = folder / f"{rank}.seen"
                 if rank not in results and file.exists():
-                    results[rank] = json.loads(file.read_text())
+                    results[rank] = torch.load(file)
                     if "error" in results[rank]:  # the others may wait for it for ever
                         deadline = min(deadline, time.monotonic() + 2)
         hangs = []
@@ -159,7 +164,8 @@ def run(path, lesson, size=1, flags=""):
         errors.sort(key=lambda error: "peer" in error or "onnect" in error)  # of ranks that another one left
         if errors or hangs:
             return {"error": errors[0] if errors else f"it hangs: {'; '.join(hangs)}"}
-        return results[0] | {"weights": torch.load(f"{folder}/weights")}
+        everyone = [results[rank] for rank in range(size)]
+        return results[0] | {"ranks": everyone, "weights": torch.load(f"{folder}/weights")}
 
 
 def plain_of(lesson):

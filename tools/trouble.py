@@ -1,14 +1,22 @@
 """From symptom to cause: what shows of each of the tests' mutants, and docs/trouble.md's tables of it.
 
     python tools/trouble.py            runs mutants that docs/trouble.json lacks, and writes the tables anew
+    python tools/trouble.py --proof 40 how often tools/diverge.py is right of 40 mutants with a wrong number
 
 A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the lesson as it is. What differs
 first is kept of each run: an error, a hang, the step from which losses or norms differ, bytes held or sent.
 """
 
+import ast
+import json
+import random
 import re
-from collections import defaultdict
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
 
+import diverge
 import promises
 from promises import ROOT, SIZES, find_mutants, observe_new, run
 
@@ -55,6 +63,17 @@ CAUSES = {  # what a mutant's old or new text has, the first that fits
     "a case is left out, or a condition is wrong": r"\bif |\band |\bor |\belse | < ",
 }
 OTHER = "a slip in the formula itself"
+PHASES = {  # of a mutant's function and line, the first that fits: what --proof takes to be right
+    "save": "unsplit",
+    "clip": r"clip_grad_norm_|Offload\.step|self\.max_norm =",
+    "optimizer": r"newton_schulz|Muon\.step|broadcast|accumulating|DiLoCo|MasterWeights|Unit\.update|"
+    r"make_shard|pull",
+    "forward": r"^train.*(microbatches\(|GPT\(config\)|weight|shard\()",
+    "loss": r"cross_entropy|CrossEntropy|sum_of_losses|^train|forward_backward",
+    "reduction": r"reduce|collect|finish|gather_chunks|sum_gradients|average_gradients|Pipeline\.step|Bucket|"
+    r"Server|HSDP|gradient_ready|inner_step|Unit",
+    "backward": r"backward:|_weight_gradients|deferred_linear|replicate",
+}
 promises.SECONDS = 15  # until a run counts as hanging
 
 
@@ -114,6 +133,21 @@ def cause_of(old, new):
     return next((cause for cause, pattern in CAUSES.items() if re.search(pattern, f"{old} {new}")), OTHER)
 
 
+def function_at(source, line):
+    """The qualified name of the function around a line."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.lineno <= line <= node.end_lineno:
+            names.append(node.name)
+    return ".".join(names)
+
+
+def phase_of(where, symptom):
+    """The phase in which a mutant of a function and line shows first: not forward, if the loss is right."""
+    phase = next((phase for phase, pattern in PHASES.items() if re.search(pattern, where)), "forward")
+    return "backward" if phase in ("forward", "loss") and symptom == "norm 1" else phase
+
+
 def tables(known):
     """The tables of docs/trouble.md: for each symptom the lessons, in reading order."""
     rows = defaultdict(lambda: defaultdict(list))
@@ -143,5 +177,49 @@ def page(known):
     return before + BEGIN + "\n".join(tables(known)) + "\n" + END + rest.partition(END)[2]
 
 
+def proof(number):
+    """Of so many of the mutants that show a wrong number: is the phase right, is the function?"""
+    known = json.loads(SEEN.read_text())
+    rows = []
+    for key, (lesson, old, new) in find_mutants().items():
+        shown = [
+            (name, what) for name, what in known.get(key, {}).items() if re.match("loss|norm|weights", what)
+        ]
+        source = (ROOT / f"{lesson}.py").read_text()
+        if shown and source.count(old) == 1:
+            rows.append((key, lesson, source, old, new, *shown[0]))
+    random.seed(0)
+    rows = random.sample(rows, min(number, len(rows)))
+    right = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for key, lesson, source, old, new, where, what in rows:
+            path = Path(folder, f"{key.replace(' ', '-')}.py")
+            path.write_text(source.replace(old, new))
+            first, _ = diverge.diverge(str(path), lesson, *RUNS[where])
+            line = source.partition(old)[0].count("\n") + 1
+            function = function_at(source, line)
+            phase = phase_of(f"{function}: {source.splitlines()[line - 1]} {new}", what)
+            found = first or {"phase": "nothing"}
+            phase_right, function_right = found["phase"] == phase, diverge.function_of(found) == function
+            right.update(phases=phase_right, functions=function_right)
+            if not (phase_right and function_right):
+                print(
+                    key,
+                    where,
+                    what,
+                    "|",
+                    phase,
+                    function,
+                    "| said",
+                    found["phase"],
+                    diverge.function_of(found),
+                    flush=True,
+                )
+    print(f"of {len(rows)} mutants: the phase of {right['phases']}, the function of {right['functions']}")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(observe_new(SEEN, observe)))
+    if "--proof" in sys.argv:
+        proof(int(sys.argv[-1]))
+    else:
+        PAGE.write_text(page(observe_new(SEEN, observe)))
