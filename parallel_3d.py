@@ -286,7 +286,8 @@ class Parallel3D:
         mesh = self.mesh
         x = inputs
         if not mesh.is_first:
-            x = self.buckets[0].flat_param.new_empty(*inputs.shape, self.width)
+            shape = *inputs.shape, self.width
+            x = self.buckets[0].flat_param.new_empty(shape)
             dist.recv(x, group=mesh.output_group, group_src=mesh.pp_rank - 1)
             x.requires_grad_()
         y = self.stage(x)
@@ -355,8 +356,7 @@ def train(config):
     ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
     device, text = set_up(config, f" | zero {config.zero} | stages x replicas x parts:\n{ranks}", config.dp)
     mesh = Mesh(ranks)
-    model = GPT(config)
-    parallel = Parallel3D(model, mesh, config.zero, device, DTYPES[config.dtype])
+    parallel = Parallel3D(GPT(config), mesh, config.zero, device, DTYPES[config.dtype])
     optimizer = OPTIMIZERS[config.optim](parallel.shards, lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()

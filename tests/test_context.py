@@ -140,7 +140,7 @@ def check_documents(name, size=2, kind="gather", flags=f"--accum 3 {LONG}"):
 def test_training_is_single_pys_and_bytes_are_the_formulas(size, kind):
     own = f"--kind {kind}"
     check_parity("context_parallel", size, f"--accum 1 {LONG} --batch 4 --steps 2", own)
-    for flags in (own, f"{own} --documents"):
+    for flags in (own, f"{own} --documents")[size == 8 :]:  # 8 ranks take long
         try:
             check_ledger("context_parallel", size, f"--accum 3 {LONG} {flags}")
         except AssertionError:  # gloo may still hold the last all-to-all, by chance: not twice

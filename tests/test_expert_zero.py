@@ -24,7 +24,8 @@ FLAGS = "--experts 8 --batch 48"
 
 @pytest.mark.parametrize("size, ep", MESHES)
 def test_every_mesh_trains_as_expert_parallel_py_on_one_rank(size, ep):
-    for flags in ("", "--accum 3 --balance 0 --bias-rate 0.005", "--accum 3 --balance 0.3 --top-k 1"):
+    every = "", "--accum 3 --balance 0 --bias-rate 0.005", "--accum 3 --balance 0.3 --top-k 1"
+    for flags in every if size < 8 else every[ep % 3 :][:1]:  # 8 ranks take long
         check_parity("expert_zero", size, f"{FLAGS} {flags}", f"--ep {ep}")
 
 
