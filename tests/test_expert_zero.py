@@ -17,6 +17,7 @@ from test_all import check_ledger, check_parity
 from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, train, train_here, world
 from tests.test_ledger import simulate
 from tests.test_nccl import in_order, together
+from tests.test_zero import Gate
 
 MESHES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)]
 FLAGS = "--experts 8 --batch 48"
@@ -199,17 +200,6 @@ def check_module(name, how=Net.__init__.__defaults__[0]):
     assert dist.get_rank() == 0 or state == {}, "a rank other than 0 has weights"
     if dist.get_rank() == 0:
         assert apart(state, plain.state_dict()) < 1e-12, "weights differ"
-
-
-class Gate(nn.Module):
-    """Backward needs its weight for the gradient of its input after the weight's own gradient is there."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(5))
-
-    def forward(self, x):
-        return torch.tanh(x * self.weight.detach()) * self.weight
 
 
 @on_ranks(1)

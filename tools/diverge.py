@@ -33,13 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 from watch import tensors_in
 
 SMALL = ["--batch", "12"]
+# {collective: which of its arguments is sent}
 GIVEN = {"allreduce_": 0, "_allgather_base_": 1, "allgather_": 1, "_reduce_scatter_base_": 1, "send": 0}
-GIVEN |= {
-    "reduce_scatter_": 1,
-    "alltoall_base_": 1,
-    "alltoall_": 1,
-    "reduce_": 0,
-}  # what is sent; else not here
+GIVEN |= {"reduce_scatter_": 1, "alltoall_base_": 1, "alltoall_": 1, "reduce_": 0}
 AHEAD = 300  # operators in which one that is missing is looked for
 
 
@@ -220,10 +216,8 @@ def record(path, flags):
         ):
             stack.enter_context(mock.patch.object(where, name, instead))
         stack.callback(torch.nn.modules.module.register_module_forward_hook(recorder.after_module).remove)
-        before, after = (
-            partial(recorder.around_update, 1, "clip"),
-            partial(recorder.around_update, -1, "optimizer"),
-        )
+        before = partial(recorder.around_update, 1, "clip")
+        after = partial(recorder.around_update, -1, "optimizer")
         stack.callback(optim.register_optimizer_step_pre_hook(before).remove)
         stack.callback(optim.register_optimizer_step_post_hook(after).remove)
         stack.enter_context(recorder)
@@ -237,9 +231,7 @@ def first_difference(found, right, tolerance):
     for rank, (own, other) in enumerate(zip(found, right)):
         known = other["quantities"]
         local = {key[1:4] for key in known}
-        before = defaultdict(
-            dict
-        )  # {thread: {phase: how many operators both runs had done when it was right}}
+        before = defaultdict(dict)  # {thread: {phase: operators of both runs, when it was last right}}
         for key, (when, seen, place, value) in own["quantities"].items():
             thread, step, phase, name, which = key
             _, right_seen, _, expected = known.get(key, (0, 0, 0, value))
@@ -345,15 +337,9 @@ def beside_plain(found, plain, tolerance):
             rank, place, _ = max(own[step, phase, name], key=lambda row: distance(row[2], expected))
             size, ratio = how_far(values.sort()[0], expected.repeat_interleave(times), len(found))
             phase = "reduction" if phase == "gradients" else phase
-            first = {
-                "step": step,
-                "microbatch": 0,
-                "phase": phase,
-                "name": name,
-                "rank": rank,
-                "place": place,
-            }
-            return first | {"size": size, "ratio": ratio, "operator": None}, same, left_out
+            first = {"step": step, "microbatch": 0, "phase": phase, "name": name, "rank": rank}
+            first |= {"place": place, "size": size, "ratio": ratio, "operator": None}
+            return first, same, left_out
         same += 1
     return None, same, left_out
 
@@ -394,18 +380,17 @@ def describe(first, compared, path, lesson):
     """Yield lines that say what diverge() found."""
 
     def line(place, file):
-        text = (
-            Path(file).read_text().splitlines()[place[1] - 1].strip() if place[1] else "it has nothing here"
-        )
+        lines = ["it has nothing here", *Path(file).read_text().splitlines()]
+        text = lines[place[1]].strip()
         return f"{Path(file).name}, line {place[1]}, {place[0]}: {text}"
 
     yield f"compared: {compared}"
     if not first or "step" not in first:
         yield "nothing differs" if not first else first.get("error") or "only the saved weights differ"
         return
-    where = (
-        f"step {first['step']}, {first['phase']}, {first['name']}, number {first['microbatch']} of the step"
-    )
+    where = f"step {first['step']}, {first['phase']}, {first['name']}"
+    if first["microbatch"]:
+        where += f", number {first['microbatch']} of the step"
     yield f"the first that differs: {where}, on rank {first['rank']}"
     yield f"  by {first['size']:.2g}{first['ratio'] and '; '}{first['ratio']}"
     yield f"  noted at {line(first['place'], path)}"
@@ -418,9 +403,8 @@ def describe(first, compared, path, lesson):
 def lesson_of(path):
     """The lesson that a file is a copy of: the one with its docstring's first line. None: of none."""
     first = Path(path).read_text().partition("\n")[0]
-    return next(
-        (file.stem for file in ROOT.glob("*.py") if file.read_text().partition("\n")[0] == first), None
-    )
+    copied = [file.stem for file in ROOT.glob("*.py") if file.read_text().partition("\n")[0] == first]
+    return copied[0] if copied else None
 
 
 def function_of(first):

@@ -203,18 +203,8 @@ def proof(number):
             phase_right, function_right = found["phase"] == phase, diverge.function_of(found) == function
             right.update(phases=phase_right, functions=function_right)
             if not (phase_right and function_right):
-                print(
-                    key,
-                    where,
-                    what,
-                    "|",
-                    phase,
-                    function,
-                    "| said",
-                    found["phase"],
-                    diverge.function_of(found),
-                    flush=True,
-                )
+                said = found["phase"], diverge.function_of(found)
+                print(key, where, what, "|", phase, function, "| said", *said, flush=True)
     print(f"of {len(rows)} mutants: the phase of {right['phases']}, the function of {right['functions']}")
 
 
