@@ -235,11 +235,13 @@ def differ(word, found, expected):
     return None
 
 
-def differ_in(found, expected):
+def differ_in(found, expected, tolerance=1e-9):
     """The first of two state_dicts' weights that differ, in a sentence."""
     for name, right in expected.items():
         own = found.get(name)
-        if own is None or own.shape != right.shape or not (own.double() - right.double()).abs().max() < 1e-9:
+        if own is None or own.shape != right.shape:
+            return f"{name} differs"
+        if not (own.double() - right.double()).abs().max() < tolerance:
             return f"{name} differs"
     return None
 

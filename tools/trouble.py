@@ -89,7 +89,7 @@ def differs(found, right):
     if first:
         step, what = min(first)
         return "loss 2" if step == 2 else f"{what} 1"
-    if any((found["weights"][name] - weight).abs().max() > 1e-6 for name, weight in right["weights"].items()):
+    if promises.differ_in(found["weights"], right["weights"], 1e-6):
         return "weights"
     for part, column in (("held", "measured"), ("sent", "wire")):
         for name, row in right[part].items():
