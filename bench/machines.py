@@ -5,7 +5,8 @@
 
 Each row is run in a clone of this checkout's last commit, with a .venv of its own, and printed as a row of
 docs/results/machines.md. Each value is in some row, not each pair of values. "lessons" are the verdicts that
-./run.sh counts, "tests" those of ./run.sh test. Exit code 1 if anything failed; logs: runs/machines/.
+./run.sh counts, "tests" those of ./run.sh test, with all mutants. Exit code 1 if anything failed. Logs are in
+runs/machines/.
 """
 
 import os
@@ -71,7 +72,9 @@ def run(name, folder):
     env = dict(setting.split("=") for setting in settings.split())
     log = str(logs / name.replace(" ", "-"))
     lessons, code, minutes = call(["./run.sh"], Path(f"{log}.txt"), folder, **env, FLAGS=flags)
-    tests, tests_code, tests_minutes = call(["./run.sh", "test"], Path(f"{log}-test.txt"), folder, **env)
+    tests, tests_code, tests_minutes = call(
+        ["./run.sh", "test", "--mutants", "all"], Path(f"{log}-test.txt"), folder, **env
+    )
     cells = (name, python, torch, f"{settings} {flags}".strip(), f"{counts(lessons)} ({minutes:.1f} min)")
     return f"| {' | '.join(cells)} | {counts(tests)} ({tests_minutes:.1f} min) |", not code and not tests_code
 

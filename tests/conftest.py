@@ -1,6 +1,9 @@
-"""--lesson zero3 runs what concerns zero3.py alone; at the end, a line for each promise that broke."""
+"""--lesson zero3 runs what concerns zero3.py alone; at the end, a line for each promise that broke.
+The whole suite keeps all promises, and tries a quarter of the mutants, which test the tests: drawn anew each
+time, or those of --mutants SEED, or with --mutants all, as where a part of the suite is named, all."""
 
 import os
+import random
 import re
 from pathlib import Path
 
@@ -15,6 +18,26 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests run on the CPU, where there are
 
 def pytest_addoption(parser):
     parser.addoption("--lesson", choices=NAMES, help="only what concerns this lesson")
+    parser.addoption(
+        "--mutants", metavar="SEED|all", help="all, or the quarter that was drawn with this seed"
+    )
+
+
+def pytest_configure(config):
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    if not config.option.mutants:  # which xdist hands on to its workers
+        config.option.mutants = str(random.randrange(10**6)) if whole and not config.option.lesson else "all"
+
+
+def is_mutant(item):
+    return hasattr(item, "callspec") and {"old", "new"} <= item.callspec.params.keys()
+
+
+def draw_mutants(items, seed):
+    """The items, in their order, with a quarter of their mutants."""
+    mutants = [item for item in items if is_mutant(item)]
+    drawn = random.Random(seed).sample(mutants, -(-len(mutants) // 4))
+    return [item for item in items if item in drawn or not is_mutant(item)]
 
 
 def concerns(item, lesson):
@@ -27,10 +50,16 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not re.search("survive|learn|gpu", item.nodeid))  # long ones begin first
     if lesson := config.getoption("--lesson"):
         items[:] = [item for item in items if concerns(item, lesson)]
+    if config.option.mutants != "all":
+        items[:] = draw_mutants(items, config.option.mutants)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.mutants != "all":
+        terminalreporter.write_line(
+            f"A quarter of the mutants; the same again: --mutants {config.option.mutants}"
+        )
     for report in terminalreporter.stats.get("failed", []) + terminalreporter.stats.get("error", []):
         test, _, parameters = report.nodeid.partition("[")
         path, _, name = test.partition("::")

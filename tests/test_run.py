@@ -6,10 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests import conftest
 from tests.harness import ROOT, holds, load, mutants
 
 # A python3 of some version that lacks some module; its venv has pip, whose install brings all.
@@ -148,3 +150,22 @@ test_a_mutant_is_rejected = mutants(MUTANTS, "tools/compare")
 def test_paths_are_found_from_another_folder(tmp_path):
     done = subprocess.run([ROOT / "run.sh", "no_such_lesson"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "no lesson 'no_such_lesson'" in done.stderr and os.listdir(tmp_path) == []
+
+
+def test_the_whole_suite_draws_a_quarter_of_the_mutants():
+    promises = [SimpleNamespace(number=i) for i in range(5)]
+    rows = [SimpleNamespace(callspec=SimpleNamespace(params={"old": i, "new": i})) for i in range(40)]
+    drawn = [conftest.draw_mutants([*promises, *rows], seed) for seed in "778"]
+    assert all(len(items) == 5 + 10 and items[:5] == promises for items in drawn)
+    assert drawn[0] == drawn[1] != drawn[2], "the same seed, the same mutants"
+    source = pytest.Config.ArgsSource
+    for args, keyword, lesson, given, pattern in (
+        (source.TESTPATHS, "", None, None, r"\d+"),
+        (source.TESTPATHS, "", None, "7", "7"),
+        (source.TESTPATHS, "zero3", None, None, "all"),
+        (source.TESTPATHS, "", "zero3", None, "all"),
+        (source.ARGS, "", None, None, "all"),
+    ):
+        option = SimpleNamespace(keyword=keyword, lesson=lesson, mutants=given)
+        conftest.pytest_configure(SimpleNamespace(args_source=args, option=option))
+        assert re.fullmatch(pattern, option.mutants), (args, keyword, lesson, given)
