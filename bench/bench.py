@@ -313,6 +313,18 @@ def main_of_rank(bench):
 # ---- around the ranks ----
 
 
+def run_to_its_end(command, **options):
+    """The exit code of a command, which ends before this process does, if that is told to end."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))
+    process = subprocess.Popen(command, **options)
+    try:
+        return process.wait()
+    finally:
+        process.terminate()
+        process.wait()
+
+
 def launch(name, bench, *more):
     """What rank 0 of a fresh set of processes wrote."""
     start = [sys.executable, "-m", "torch.distributed.run"]
@@ -325,13 +337,7 @@ def launch(name, bench, *more):
         own += [f"--also={shlex.join(more)}" for more in bench.also]
         own += ["--host"] * bench.host + [f"--beside={other}" for other in bench.beside]
         env = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
-        process = subprocess.Popen([*start, os.path.abspath(__file__), name, *own, *bench.flags], env=env)
-        try:
-            code = process.wait()
-        finally:  # if this process is told to end, the other one ends first, and what it started
-            process.terminate()
-            process.wait()
-        if code:
+        if code := run_to_its_end([*start, os.path.abspath(__file__), name, *own, *bench.flags], env=env):
             sys.exit(f"bench.py: {name} ended with exit code {code}")
         return json.loads(Path(f"{folder}/out.json").read_text())
 
@@ -443,6 +449,5 @@ def main(bench):
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that launch() takes down what it started
     run = main_of_rank if "RANK" in os.environ else main
     run(parse(sys.argv[1:]))

@@ -3,6 +3,7 @@
 timeout(1), which macOS does not have. Exits with the command's code, or with 124 if the command was ended.
 """
 
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ GRACE = 40  # seconds: torchrun needs up to 30 to end its ranks
 
 def main(seconds, *command):
     process = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # whoever is ended ends its command
     try:
         return process.wait(float(seconds))
     except subprocess.TimeoutExpired:
