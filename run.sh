@@ -224,9 +224,11 @@ run_all() { # and print the name of each as it ends
             run "$lesson-alone" "$python" tools/ledger.py single.py $as_ddp
             run "$lesson" "$torchrun=$ranks" "$watched" --inner-steps 1 --outer-lr 1 --outer-momentum 0 $as_ddp
             ;;
-        resume) # which stops after 5 steps and goes on with half the ranks
-            saves="--checkpoint runs/resume-begun --every 5"
-            finish $torchrun=$ranks resume.py "${flags[@]}" $saves --steps 5 >runs/resume-begun.log 2>&1 || true
+        resume) # which stops after half of the steps and goes on with half the ranks
+            half=$(echo "${flags[*]}" | sed 's/.*--steps[ =]\([0-9]*\).*/\1/')
+            half=$((half / 2))
+            saves="--checkpoint runs/resume-begun --every $((half > 0 ? half : 1))"
+            finish $torchrun=$ranks resume.py "${flags[@]}" $saves --steps $half >runs/resume-begun.log 2>&1 || true
             run "$lesson" "$torchrun=$((ranks % 2 ? 1 : ranks / 2))" "$watched" "$saves"
             ;;
         *) run "$lesson" "$torchrun=$ranks" "$watched" ;;

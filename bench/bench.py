@@ -37,9 +37,7 @@ import os
 import re
 import resource
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -48,6 +46,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from limit import run_to_its_end
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -313,18 +312,6 @@ def main_of_rank(bench):
 # ---- around the ranks ----
 
 
-def run_to_its_end(command, **options):
-    """The exit code of a command, which ends before this process does, if that is told to end."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(143))
-    process = subprocess.Popen(command, **options)
-    try:
-        return process.wait()
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def launch(name, bench, *more):
     """What rank 0 of a fresh set of processes wrote."""
     start = [sys.executable, "-m", "torch.distributed.run"]
@@ -417,8 +404,8 @@ def parse(words):
     bench.ranks = bench.hosts * ((2 if bench.hosts == 1 else 1) if bench.ranks is None else bench.ranks)
     if min(bench.rounds, bench.ranks, bench.hosts) < 1 or bench.hosts > 99:
         refuse("--rounds, --ranks and --hosts: must be 1 or more, and at most 99 hosts")
-    if bench.json and not os.path.isdir(os.path.dirname(bench.json) or "."):
-        refuse(f"--json {bench.json}: its folder does not exist")
+    if bench.json and (os.path.isdir(bench.json) or not os.path.isdir(os.path.dirname(bench.json) or ".")):
+        refuse(f"--json {bench.json}: must be a file in a folder that exists")
     bytes_per_second(bench.rate)
     given = {word.split("=")[0] for word in flags}
     defaults = {"--size": "small", "--batch": "8", "--steps": "3"}

@@ -18,8 +18,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from limit import run_to_its_end
 
-from bench import ALL, ROOT, run_to_its_end
+from bench import ALL, ROOT
 
 OWN = {"diloco": "--inner-steps 4 --steps 24", "collectives": "--train"}
 ALONE = {"single": "", "dp_threads": "--replicas", "dp_async": "--workers"}
