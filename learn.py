@@ -242,7 +242,10 @@ def show(name):
 
 def read_progress():
     path = EXERCISES / ".progress.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        sys.exit(f"learn.py: {path} is damaged: mend or delete it")
 
 
 def add_attempt(name, done):

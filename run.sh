@@ -6,12 +6,15 @@
 # ./run.sh lint            ruff, and each file beside its budget
 # ./run.sh site            the lessons as pages, in docs/site
 # ./run.sh films [LESSON]  what each rank does in a step, for these pages; as root on Linux over links of 1 Gbit/s
-# ./run.sh gpu             for whoever has GPUs: half an hour, docs/results/gpu.md (--rehearse: on a CPU, toy sizes)
+# ./run.sh gpu [...]       for whoever has GPUs: half an hour, docs/results/gpu.md (--rehearse: on a CPU, toy sizes)
 #
 # NPROC=2 ./run.sh         ranks (default: the GPUs, or 4 without any)
-# FLAGS="--size small --dtype bf16 --data my_text/" ./run.sh
+# FLAGS="--size small --dtype bf16 --data my_text/" ./run.sh (flags of the lessons, separated by blanks)
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run.sh
 set -euo pipefail
-cd "$(dirname "$0")"
+set -f # FLAGS are no patterns
+unset CDPATH
+cd -P -- "$(dirname -- "$0")"
 
 # In reading order.
 LESSONS=(single collectives dp_threads dp_async ddp uneven diloco zero1 zero2 zero3 hsdp muon offload
@@ -28,11 +31,25 @@ refuse() { # in one line that says what to change
     echo "run.sh: $*" >&2
     exit 2
 }
+[ -f tools/compare.py ] || refuse "$PWD is no checkout of rankzero; call run.sh by its own path, not by a link"
+
+is_lesson() {
+    local lesson
+    for lesson in "${LESSONS[@]}"; do [ "$lesson" != "$1" ] || return 0; done
+    return 1
+}
+
+check_lessons() { # NAMES, with or without .py
+    local name
+    for name; do
+        is_lesson "${name%.py}" || refuse "no lesson '$name'; choose from: ${LESSONS[*]}"
+    done
+}
 
 # Set $python to a Python that has all packages of a requirements file: the one on PATH, or .venv, made if need be.
 set_up() {
     local requirements=$1 recent="import sys; sys.exit(sys.version_info < (3, 11))"
-    local probe="import importlib.util as u, sys; sys.exit(any(u.find_spec(p) is None for p in '$2'.split()))"
+    local probe="from importlib.metadata import version; [version(p) for p in '$2'.split()]" # installed to the end
     for python in .venv/bin/python python3 python; do
         if command -v "$python" && "$python" -c "$recent" && "$python" -c "$probe"; then return; fi
     done >/dev/null 2>&1
@@ -60,10 +77,11 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
     reshard) flags+=(--how direct) ;;
     sequence_parallel | context_parallel | expert_parallel | expert_zero | muon) flags+=(--layers 2) ;;
     esac
-    local command=(tools/ledger.py --film "docs/films/$lesson.json" "$lesson.py" "${flags[@]}" $threads)
+    local film=runs/film.json # which takes the old one's place once it is whole
+    local command=(tools/ledger.py --film $film "$lesson.py" "${flags[@]}" $threads)
     say "$lesson"
-    mkdir -p docs/films
-    rm -f "docs/films/$lesson.json"
+    mkdir -p docs/films runs
+    rm -f $film
     if [ $ranks = 1 ]; then
         "$python" "${command[@]}"
     elif [ "$(id -u)" = 0 ] && command -v ip tc >/dev/null; then # whose torchruns may end in any order
@@ -71,15 +89,15 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
     else
         "$python" $torchrun=$ranks "${command[@]}"
     fi
-    [ -f "docs/films/$lesson.json" ]
+    mv $film "docs/films/$lesson.json"
 }
 
 case "${1:-}" in
 test)
     shift
-    set_up requirements-dev.txt "torch numpy pytest xdist matplotlib jinja2 markdown pygments playwright html5lib"
+    set_up requirements-dev.txt "torch numpy pytest pytest-xdist matplotlib jinja2 markdown pygments playwright html5lib"
     lesson=${1:-} && lesson=${lesson%.py}
-    if [[ " ${LESSONS[*]} " == *" $lesson "* ]]; then set -- --lesson "$lesson" "${@:2}"; fi
+    if is_lesson "$lesson"; then set -- --lesson "$lesson" "${@:2}"; fi
     OMP_NUM_THREADS=1 exec "$python" -m pytest -n auto --maxprocesses=8 --dist worksteal "$@" # auto: as many as cores
     ;;
 fuzz)
@@ -102,6 +120,7 @@ site)
     ;;
 films)
     shift
+    check_lessons "$@"
     set_up requirements.txt "torch numpy"
     [ $# -gt 0 ] || set -- "${LESSONS[@]}"
     for lesson; do
@@ -112,18 +131,26 @@ films)
 gpu)
     shift
     set_up requirements.txt "torch numpy"
-    exec "$python" bench/gpu.py "$@"
+    exec "$python" bench/gpu.py "${@%.py}"
+    ;;
+-h | --help)
+    sed -n '2,/^\[/s/^# \{0,1\}//p' run.sh
+    exit
     ;;
 esac
 
+check_lessons "$@"
+for flag in --json --save; do
+    [[ " ${FLAGS:-} " != *" $flag"[\ =]* ]] || refuse "FLAGS: $flag is run.sh's own: see runs/LESSON.json and .pt"
+done
 set_up requirements.txt "torch numpy"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ "$gpus" -gt 0 ]; then
+    gpus=$(echo "$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c '[^ ]' || true)
+fi
 ranks=${NPROC:-$((gpus > 0 ? gpus : 4))}
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || refuse "NPROC='$ranks': must be a number of ranks"
 [ $# -gt 0 ] || set -- "${LESSONS[@]}"
-for lesson; do
-    [[ " ${LESSONS[*]} " == *" ${lesson%.py} "* ]] && continue
-    refuse "no lesson '$lesson'; choose from: ${LESSONS[*]}"
-done
 
 if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then # they take turns on a GPU: see docs/one_gpu.md
     export NCCL_ALGO=${NCCL_ALGO:-Ring} NCCL_PROTO=${NCCL_PROTO:-Simple}
@@ -132,14 +159,34 @@ flags=(--batch $((4 * ranks)) --steps 10 ${FLAGS:-}) # the same text, batches an
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 torchrun="$python $torchrun"
 as_ddp="--optim sgd --clip inf"
-rm -rf runs
+
 mkdir -p runs
+if ! (set -C && echo $$ >runs/pid) 2>/dev/null; then # one run at a time writes to runs/
+    other=$(cat runs/pid)
+    ! kill -0 "$other" 2>/dev/null || refuse "process $other writes to runs/: wait for its end (or delete runs/pid)"
+    echo $$ >runs/pid
+fi
+trap 'rm -f runs/pid' EXIT
+for lesson in "${LESSONS[@]}"; do
+    for name in "$lesson" "$lesson-alone" "$lesson-split"; do
+        rm -f "runs/$name.json" "runs/$name.pt" "runs/$name.log"
+    done
+done
+rm -rf runs/resume-begun.log runs/resume-begun
 
 run() { # NAME COMMAND ...; what it prints goes to runs/NAME.log
     local name=$1 command="${*:2} ${flags[*]} ${last:-}"
     echo "$command" >"runs/$name.log"
-    ${LIMIT:+"$python" bench/limit.py "$LIMIT"} $command --json "runs/$name.json" --save "runs/$name.pt" >>"runs/$name.log" 2>&1 ||
-        echo "exit code $?" >>"runs/$name.log"
+    command="${LIMIT:+$python bench/limit.py $LIMIT} $command --json runs/$name.json --save runs/$name.pt"
+    finish $command >>"runs/$name.log" 2>&1 && return
+    echo "exit code $?" >>"runs/$name.log"
+    rm -f "runs/$name.json" "runs/$name.pt" # a command that failed has no result
+}
+
+finish() { # COMMAND ...: so that it ends if run.sh is ended
+    "$@" &
+    child=$!
+    wait $child
 }
 
 run_plain() { # NAME COMMAND ...: what a lesson is compared with, and the same with one sequence at a time
@@ -150,6 +197,7 @@ run_plain() { # NAME COMMAND ...: what a lesson is compared with, and the same w
 }
 
 run_all() { # and print the name of each as it ends
+    trap 'kill $child 2>/dev/null || true; wait; exit 1' HUP INT TERM
     run_plain single "$python" tools/ledger.py single.py
     echo single
     [ -f runs/single.pt ] || return
@@ -176,9 +224,11 @@ run_all() { # and print the name of each as it ends
             run "$lesson-alone" "$python" tools/ledger.py single.py $as_ddp
             run "$lesson" "$torchrun=$ranks" "$watched" --inner-steps 1 --outer-lr 1 --outer-momentum 0 $as_ddp
             ;;
-        resume) # which stops after 5 steps and goes on with half the ranks
-            saves="--checkpoint runs/checkpoints --every 5"
-            $torchrun=$ranks resume.py "${flags[@]}" $saves --steps 5 >runs/resume-begun.log 2>&1 || true
+        resume) # which stops after half of the steps and goes on with half the ranks
+            half=$(echo "${flags[*]}" | sed 's/.*--steps[ =]\([0-9]*\).*/\1/')
+            half=$((half / 2))
+            saves="--checkpoint runs/resume-begun --every $((half > 0 ? half : 1))"
+            finish $torchrun=$ranks resume.py "${flags[@]}" $saves --steps $half >runs/resume-begun.log 2>&1 || true
             run "$lesson" "$torchrun=$((ranks % 2 ? 1 : ranks / 2))" "$watched" "$saves"
             ;;
         *) run "$lesson" "$torchrun=$ranks" "$watched" ;;
@@ -187,4 +237,6 @@ run_all() { # and print the name of each as it ends
     done
 }
 
-run_all "${@%.py}" | "$python" tools/compare.py runs -
+run_all "${@%.py}" | "$python" tools/compare.py runs - &
+trap 'trap "" HUP INT TERM; kill $(jobs -p) $! 2>/dev/null || true; wait; exit 143' HUP INT TERM # torchruns, too
+wait $!

@@ -37,9 +37,7 @@ import os
 import re
 import resource
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -48,6 +46,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from limit import run_to_its_end
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -325,13 +324,7 @@ def launch(name, bench, *more):
         own += [f"--also={shlex.join(more)}" for more in bench.also]
         own += ["--host"] * bench.host + [f"--beside={other}" for other in bench.beside]
         env = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
-        process = subprocess.Popen([*start, os.path.abspath(__file__), name, *own, *bench.flags], env=env)
-        try:
-            code = process.wait()
-        finally:  # if this process is told to end, the other one ends first, and what it started
-            process.terminate()
-            process.wait()
-        if code:
+        if code := run_to_its_end([*start, os.path.abspath(__file__), name, *own, *bench.flags], env=env):
             sys.exit(f"bench.py: {name} ended with exit code {code}")
         return json.loads(Path(f"{folder}/out.json").read_text())
 
@@ -411,8 +404,8 @@ def parse(words):
     bench.ranks = bench.hosts * ((2 if bench.hosts == 1 else 1) if bench.ranks is None else bench.ranks)
     if min(bench.rounds, bench.ranks, bench.hosts) < 1 or bench.hosts > 99:
         refuse("--rounds, --ranks and --hosts: must be 1 or more, and at most 99 hosts")
-    if bench.json and not os.path.isdir(os.path.dirname(bench.json) or "."):
-        refuse(f"--json {bench.json}: its folder does not exist")
+    if bench.json and (os.path.isdir(bench.json) or not os.path.isdir(os.path.dirname(bench.json) or ".")):
+        refuse(f"--json {bench.json}: must be a file in a folder that exists")
     bytes_per_second(bench.rate)
     given = {word.split("=")[0] for word in flags}
     defaults = {"--size": "small", "--batch": "8", "--steps": "3"}
@@ -443,6 +436,5 @@ def main(bench):
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that launch() takes down what it started
     run = main_of_rank if "RANK" in os.environ else main
     run(parse(sys.argv[1:]))

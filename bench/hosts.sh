@@ -16,6 +16,7 @@ if [ "$1" = --ranks-per-host ]; then per_host=$2; shift 2; fi
 [ "${1-}" = -- ] || { echo "$usage" >&2; exit 2; }
 shift
 [[ $hosts =~ ^[1-9][0-9]?$ && $per_host =~ ^[1-9][0-9]*$ ]] || { echo "$usage (HOSTS: 1 to 99)" >&2; exit 2; }
+[[ $rate =~ ^[0-9]*[1-9][0-9]*[kmg]?bit$ ]] || { echo "$usage (RATE: 1gbit, 100mbit ...)" >&2; exit 2; }
 if [ "$(uname)" != Linux ] || [ "$(id -u)" != 0 ] || ! { command -v ip && command -v tc; } >/dev/null; then
     echo "bench/hosts.sh: needs Linux, root and iproute2 (ip, tc)" >&2
     exit 2
@@ -26,7 +27,8 @@ python=${PYTHON:-python3} # one that has torch
 children=()
 
 clean_up() {
-    trap - EXIT INT TERM
+    trap - EXIT
+    trap '' HUP INT TERM # a second signal ends the hosts, too, but not this
     [ ${#children[@]} = 0 ] || kill "${children[@]}" 2>/dev/null || true
     wait 2>/dev/null || true
     for ((host = 0; host < hosts; host++)); do
@@ -36,7 +38,7 @@ clean_up() {
     ip link del "$name" 2>/dev/null || true
 }
 trap clean_up EXIT
-trap 'exit 130' INT TERM
+trap 'exit 130' HUP INT TERM
 
 ip link add "$name" type bridge
 ip link set "$name" up

@@ -13,12 +13,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from limit import run_to_its_end
 
 from bench import ALL, ROOT
 
@@ -39,9 +39,10 @@ def run(lesson, config, folder):
     (Path(folder) / "machine.json").unlink(missing_ok=True)
     command += ["tools/ledger.py", "--json", str(out), *flags]
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        sys.exit(f"{lesson}: {done.stderr[-2000:]}")
+    with open(f"{folder}/log", "w") as log:
+        code = run_to_its_end(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    if code:
+        sys.exit(f"{lesson}: {Path(log.name).read_text()[-2000:]}")
     return json.loads(out.read_text())
 
 

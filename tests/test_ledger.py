@@ -1,7 +1,9 @@
 """tools/ledger.py: what it counts, what it reads in docstrings, and that a simulation is the real thing."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -10,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 
 from tests.harness import FORK, TEXT, holds, load, mutants, on_ranks, said, train, world
 
@@ -64,6 +67,27 @@ def check_watch(name):
     assert held["activations"] == 4000 + 4, "activations are what is alive when a backward begins"
     other = held["all"] - held["parameters"] - held["optimizer"] - held["gradients"]
     assert -4000 - 8000 - 2004 <= other <= 6000, f"{other} other bytes"
+
+
+@on_ranks(2)
+def check_unknown(name):
+    """What is sent or held without being counted is named."""
+    weights = torch.nn.Linear(3, 3)
+    weights.bias.requires_grad_(False)
+    rank, four = dist.get_rank(), [torch.empty(4), torch.empty(4)]
+    with load(name).Watch() as watch:
+        _functional_collectives.all_reduce(torch.ones(4), "sum", dist.group.WORLD).sum()
+        dist.gather(torch.ones(4), None if rank else four)
+        dist.scatter(four[0], None if rank else [torch.ones(4), torch.ones(4)])
+        dist.all_to_all([torch.empty(4), torch.empty(4)], [torch.ones(4), torch.ones(4)])
+        dist.all_reduce(torch.ones(4))
+    named = " ".join(watch.unknown)
+    assert "_c10d_functional::all_reduce" in named, "a functional collective goes without a word"
+    assert "gather_" in named and "scatter_" in named, "gather and scatter go without a word"
+    assert watch.unknown["bytes of frozen parameters"] == 12, "frozen parameters go without a word"
+    assert watch.unknown["optimizer that is not torch.optim's"] == 1, "an optimizer goes without a word"
+    assert watch.sent["all-to-all", "wire"] == 16, "an all-to-all of lists"
+    assert len(watch.unknown) == 5 and watch.sent["all-reduce", "wire"] == 16, f"{watch.unknown} {watch.sent}"
 
 
 @on_ranks(2)
@@ -127,7 +151,8 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert code == 0
     written = json.loads((tmp_path / "out.json").read_text())
     keys = "lesson world_size backend device shares_gpu dtype n_params losses grad_norms step_ms held sent"
-    assert list(written) == [*keys.split(), "flops", "peak_bytes"]
+    assert list(written) == [*keys.split(), "not counted", "flops", "peak_bytes"]
+    assert written["not counted"] == {} and "not counted" not in out
     assert written["lesson"] == "zero3" and written["world_size"] == 2 and len(written["losses"]) == 3
     row = written["held"]["parameters"]
     numbers = f"{row['formula'] / 1e6:.2f} MB {row['measured'] / 1e6:.2f} MB"
@@ -145,10 +170,66 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert ms == [7000, 1000, 2000, 10000] and predicted({"compute": 4}, 3, 2, known)["exposed"] == 3000
 
 
+@pytest.mark.parametrize("arguments, problem", [
+    ("plan.py", "plan.py: is watched by def parse, def train, def print_step, class GPT, as ddp.py has them"),
+    ("nosuch.py", "nosuch.py: no such lesson"),
+    ("--json single.py single.py", "--json single.py: must be a file in a folder"),
+    ("--json - single.py", "--json -: must be a file in a folder"),
+    ("--json /dev/full single.py --steps 2", "/dev/full: No space left on device"),
+    ("--film film.json --ranks 4 single.py", "--ranks 4: not with --trace and --film"),
+    ("--trace traces single.py --steps 2", "--trace traces: it is of the third line"),
+])  # fmt: skip
+def test_what_it_cannot_do_ends_in_one_line(arguments, problem, tmp_path):
+    arguments = arguments.replace("traces", f"{tmp_path}/traces")
+    problem = problem.replace("traces", f"{tmp_path}/traces")
+    ((_, lines, code),) = world(1).run(run_main, arguments)
+    assert len(lines) == 1 and lines[0].startswith(f"ledger.py: {problem}") and code == 2, lines
+
+
+def test_a_finished_checkpoint_leaves_nothing_to_watch(tmp_path):
+    command = f"resume.py {EVEN} --every 1 --checkpoint {tmp_path}/c"
+    assert world(1).run(run_main, command)[0][2] == 0
+    ((_, lines, code),) = world(1).run(run_main, command)
+    assert code == 2 and "trained no step" in lines[-1], lines
+
+
+@pytest.mark.parametrize("damaged", ["", '{"half', '{"a": {"C": 1}}', "[]"])
+def test_constants_that_are_damaged_are_measured_again(damaged, tmp_path):
+    (tmp_path / "c.json").write_text(damaged)
+    ((_, _, code),) = world(1).run(run_main, f"--machine {tmp_path}/c.json single.py {EVEN} --steps 3")
+    (kept,) = json.loads((tmp_path / "c.json").read_text()).values()
+    assert code == 0 and set(kept) == {"C", "M", "alpha", "beta", "gamma"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_where_finds_ranks_behind_a_wrapper_and_in_a_pod():
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    rank = dict(zip(names, ["1", "0", "2", "here", "7"]))
+    waits = [sys.executable, "-c", "input()"]
+    has_child = [sys.executable, "-c", f"import subprocess; subprocess.run({waits}); input()"]
+    agent = [
+        sys.executable,
+        "-c",
+        f"import subprocess; subprocess.run(['timeout', '60', *{has_child}], env={rank})",
+    ]
+    pod = {"RANK": "0", "WORLD_SIZE": "1", "PATH": os.environ["PATH"]}
+    agent = [*agent[:2], agent[2].replace("{'RANK'", f"{{'PATH': {os.environ['PATH']!r}, 'RANK'")]
+    with subprocess.Popen(agent, env=pod, stdin=-1) as job:
+        found, deadline = {}, time.monotonic() + 20
+        while not found and time.monotonic() < deadline:
+            found = load("tools/where").jobs_here().get("here:7", {})
+        children = subprocess.getoutput(f"ps -o args= -p {found[1][0]}") if found else ""
+        job.kill()
+    assert list(found) == [1] and found[1][1] == 2 and "subprocess" in children
+
+
 test_formulas_are_read_and_evaluated = holds("tools/letters", check_formulas)
 test_a_wait_for_a_late_rank_is_idle = holds("tools/clock", check_clock)
 test_a_storage_counts_from_birth_to_death_by_what_it_holds = holds("tools/watch", check_watch)
+test_what_is_not_counted_is_named = holds("tools/watch", check_unknown)
 MUTANTS = [
+    ("watch", '("_c10d_functional", ', '("nothing", ', check_unknown, "a functional collective"),
+    ("watch", '"recv" not in operator', '"r" not in operator', check_unknown, "gather and scatter"),
     ("watch", "passes * (group.size() - 1)", "passes * group.size()", check_watch, "sends (N-1)/N"),
     ("watch", "tensor in given) > 1", "tensor in given) > 0", check_watch, "single numbers"),
     ("watch", '"aten::_to_copy", ', "", check_watch, "cast to"),

@@ -107,6 +107,8 @@ STARTS = {"test": "-m pytest", "site": "site/book.py", "gpu": "bench/gpu.py", "l
 def test_a_run_sh_line_starts_what_it_names(line, tmp_path):
     (tmp_path / "run.sh").write_bytes((ROOT / "run.sh").read_bytes())
     (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/compare.py").touch()
     (tmp_path / "bin").mkdir()
     for name, text in ("python3", FAKE), ("nvidia-smi", "#!/bin/sh\n"):
         (tmp_path / "bin" / name).write_text(text)

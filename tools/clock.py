@@ -25,7 +25,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -157,13 +157,25 @@ def machine_of(lesson, config, batch, device, path=None):
     path = Path(path or RUNS / f"machine-{socket.gethostname()}-{dist.get_backend()}.json")
     shape = [getattr(config, name) for name in lesson.SHAPE]
     key = f"{shape} {config.dtype} {batch} {dist.get_world_size()} {torch.get_num_threads()} {device.type}"
-    known = from_rank_0(json.loads(path.read_text()) if path.exists() else {})
+    known = from_rank_0(constants_in(path))
     if key not in known:
         known[key] = from_rank_0(measure(lesson, config, batch, device))
         if dist.get_rank() == 0:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(known, indent=1))
+            with suppress(OSError):  # where nothing can be kept they are measured again
+                path.parent.mkdir(exist_ok=True)
+                path.with_suffix(".new").write_text(json.dumps(known, indent=1))
+                path.with_suffix(".new").replace(path)
     return known[key]
+
+
+def constants_in(path):
+    """{machine: constants}: those in a file that are whole."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        known = json.loads(path.read_text())
+        return {
+            key: found for key, found in known.items() if set(found) == {"C", "M", "alpha", "beta", "gamma"}
+        }
+    return {}
 
 
 def from_rank_0(value):

@@ -69,7 +69,7 @@ def error_in(output):
 
 def unfinished(log):
     """Why a run left no result: the end of its log, and its command."""
-    command, *lines = log.read_text().splitlines() if log.exists() else ["it did not begin"]
+    command, *lines = (log.exists() and log.read_text().splitlines()) or ["it did not begin"]
     ours = itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines)
     reason = error_in("\n".join([*lines, ""]))
     return "\n    ".join([f"{log.stem:<18}did not finish: {reason}", *list(ours)[-6:], f"alone: {command}"])
@@ -94,8 +94,9 @@ def differences(run, plain):
 
 def compare(run, plain, split):
     """(difference, verdict) of a run beside the plain one, and beside what splitting its batches does."""
-    if run[1].keys() != plain[1].keys():
-        return math.nan, "FAILED: other names of weights"
+    shapes, plain_shapes = ({key: weight.shape for key, weight in of[1].items()} for of in (run, plain))
+    if shapes != plain_shapes:
+        return math.nan, "FAILED: other names or shapes of weights"
     losses, weights = differences(run, plain)
     losses_split, weights_split = differences(split, plain) if split else (0, 0)
     dtype = run[0]["dtype"]

@@ -50,6 +50,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from watch import Watch
 
+NEEDED = ("def parse", "def train", "def print_step", "class GPT")
 HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 
 
@@ -112,6 +113,8 @@ def run(lesson, config, trace=None, watch=None):
     with mock.patch.multiple(lesson, **replaced), watched:
         _push_mode(watch)
         lesson.train(config)
+    if not history["losses"]:
+        refuse(f"{lesson.__name__} trained no step: a checkpoint in its way has them all?")
     return watch, history
 
 
@@ -128,9 +131,10 @@ def result_of(lesson, config, watch, history, clock=None):
     ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
-    dist.all_gather_object(everyone, (watch.held(), watch.sent, watch.elements, watch.flops))
-    held, sent, elements, computed = Counter(), Counter(), Counter(), 0
-    for rank_held, rank_sent, rank_elements, flops in everyone:
+    dist.all_gather_object(everyone, (watch.held(), watch.sent, watch.elements, watch.flops, watch.unknown))
+    held, sent, elements, unknown, computed = Counter(), Counter(), Counter(), Counter(), 0
+    for rank_held, rank_sent, rank_elements, flops, rank_unknown in everyone:
+        unknown |= rank_unknown
         computed = max(computed, flops)
         held |= rank_held
         sent |= rank_sent
@@ -144,6 +148,9 @@ def result_of(lesson, config, watch, history, clock=None):
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     result |= {"shares_gpu": device.type == "cuda" and local > torch.cuda.device_count()}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
+    if len(history["losses"]) == 1:
+        unknown["later step, in which an optimizer has states"] += 1
+    result["not counted"] = unknown
     formulas = read_formulas(lesson, config)
     for name, formula in formulas.items():
         row = {"formula": evaluate(formula, letters)}
@@ -174,6 +181,8 @@ def show(result, formulas):
     print(
         f"{'FLOPs':<18}{formulas.get('compute', '-'):<28}{flops['formula']:>12.3e}{flops['measured']:>12.3e}"
     )
+    if result["not counted"]:
+        print("not counted:", ", ".join(f"{number} {what}" for what, number in result["not counted"].items()))
     if "ms" in result:
         print("ms of a step")
         for part, row in result["ms"].items():
@@ -239,17 +248,19 @@ def refuse(problem):
 def find_problems(given):
     """Yield what is wrong with this tool's own flags, each in one line."""
     path, ranks = Path(given.lesson), given.ranks
-    if path.suffix != ".py" or not path.is_file() or b"\ndef train(config" not in path.read_bytes():
+    if path.suffix != ".py" or not path.is_file():
         yield f"{path}: no such lesson"
+    elif missing := [name for name in NEEDED if f"{name}(" not in path.read_text()]:
+        yield f"{path}: is watched by {', '.join(NEEDED)}, as ddp.py has them; there is no {missing[0]}"
     if ranks is not None and not 1 <= ranks <= 10**5:
         yield f"--ranks {ranks}: must be 1 or more, and at most 10^5"
     if not 0 <= given.rank < (ranks or 1):
         yield f"--rank {given.rank}: must be 0 or more, and less than --ranks"
     for flag, path in ("json", given.json), ("machine", given.machine), ("film", given.film):
-        if path and (os.path.isdir(path) or not can_write(Path(path).parent)):
-            yield f"--{flag} {path}: must be a file in a folder that can be written"
-    if given.trace and ranks:
-        yield f"--trace {given.trace}: not with --ranks, where nothing takes time"
+        if path and (os.path.isdir(path) or not can_write(Path(path).parent) or path.endswith((".py", "-"))):
+            yield f"--{flag} {path}: must be a file in a folder that can be written, and no script"
+    if ranks and (given.trace or given.film):
+        yield f"--ranks {ranks}: not with --trace and --film, as nothing takes time"
     if given.trace:
         with suppress(OSError):
             os.makedirs(given.trace, exist_ok=True)
@@ -257,12 +268,20 @@ def find_problems(given):
             yield f"--trace {given.trace}: must be a folder that can be written"
 
 
+def keep(path, text):
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        refuse(f"{path}: {error.strerror}")
+
+
 def can_write(folder):
     return os.path.isdir(folder) and os.access(folder, os.W_OK)
 
 
 def load(path):
-    """A lesson's file as a module."""
+    """A script's file as a module, which may import its neighbours."""
+    sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     lesson = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lesson)
@@ -288,11 +307,14 @@ def main():
         refuse(f"--ranks {given.ranks}: {given.lesson} needs values, or threads of its own")
     if given.ranks:
         config = lesson.parse(["--steps", "2", "--device", "cpu", "--batch", str(given.ranks), *flags])
+        config.steps = max(config.steps, 2 * getattr(config, "inner_steps", 1))
         print(f"{given.lesson} | rank {given.rank} of {given.ranks}, simulated")
         result = simulate(lesson, config, given.ranks, given.rank)
     else:
         config = lesson.parse(flags)
         lines = config.steps // getattr(config, "inner_steps", 1)
+        if given.trace and lines < 3:
+            refuse(f"--trace {given.trace}: it is of the third line that is printed: needs more --steps")
         is_known = "compute" in read_formulas(lesson, config, True)
         clock = Clock(lesson, given.machine) if lines > 2 and is_known and not given.trace else None
         film = Film(lesson) if given.film else None
@@ -302,7 +324,7 @@ def main():
     if given.ranks or dist.get_rank() == 0:
         show(result, read_formulas(lesson, config) | read_formulas(lesson, config, True))
         if given.json:
-            Path(given.json).write_text(json.dumps(result))
+            keep(given.json, json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ def read_formulas(lesson, config, of_time=False):
     """{what is held or sent: formula} of a lesson's docstring; of_time: {what takes time: formula} of TIME.
 
     A line may be `with --policy full`, or `without`."""
-    text = lesson.__doc__
+    text = lesson.__doc__ or ""
     if of_time:
         text = "".join(re.findall(rf"^{lesson.__name__} +(.*\n)", TIME, re.M))
     formulas = {}

@@ -390,6 +390,8 @@ def main():
     parser.add_argument("--walks", type=int, default=2000)
     parser.add_argument("--all", action="store_true")
     options = parser.parse_args()
+    if not Path(options.file).is_file() or "class Members" not in Path(options.file).read_text():
+        parser.error(f"{options.file}: must be a file that has survive.py's class Members")
     states, begun = 0, time.perf_counter()
     try:
         for case in CASES + LONG * options.all:

@@ -295,12 +295,18 @@ def observe_new(file, observe):
 
 
 def main():
-    for path in map(Path.resolve, map(Path, sys.argv[1:])):
-        for line in symptom_of(str(path), path.stem.split("-")[0]) or [f"{path.name} keeps all promises"]:
-            print(line)
     if not sys.argv[1:]:
         observe_new(SYMPTOMS, symptom_of)
+    broken = 0
+    for path in map(Path.resolve, map(Path, sys.argv[1:])):
+        lesson = path.stem.split("-")[0]
+        if not path.is_file() or not (ROOT / f"{lesson}.py").is_file():
+            sys.exit(f"promises.py: {path}: must be a file that is named LESSON.py or LESSON-....py")
+        lines = symptom_of(str(path), lesson)
+        broken |= bool(lines)
+        print("\n".join(lines or [f"{path.name} keeps all promises"]))
+    return broken
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

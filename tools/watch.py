@@ -78,6 +78,7 @@ class Watch(TorchDispatchMode):
         self.kinds = {}  # number: kind
         self.same = []  # of each number another one of the same kind, or itself
         self.sent = Counter()
+        self.unknown = Counter()  # what this cannot count
         self.elements = Counter()  # of parameters, by dtype
         self.flops = 0  # of matrix products and attention, of the main thread
         self.patches = ExitStack()
@@ -126,15 +127,20 @@ class Watch(TorchDispatchMode):
 
     def start(self):
         gc.collect()
-        self.leaves = []
+        self.leaves, optimizers = [], 0
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):
                 self.note(thing)
                 if thing.is_leaf and thing.requires_grad:
                     self.leaves.append(thing)
+                elif isinstance(thing, torch.nn.Parameter):
+                    self.unknown["bytes of frozen parameters"] += thing.nbytes
             elif issubclass(type(thing), torch.optim.Optimizer):
+                optimizers += 1
                 for tensor in tensors_in(list(thing.state.values())):
                     self.note(tensor, "optimizer")
+        if not optimizers:
+            self.unknown["optimizer that is not torch.optim's"] += 1
         for leaf in self.leaves:
             self.note(leaf, "parameters")
             self.elements[leaf.dtype] += leaf.numel() * (leaf.untyped_storage().nbytes() > 0)
@@ -176,6 +182,8 @@ class Watch(TorchDispatchMode):
         name = function.name().split(".")[0]
         if function.namespace == "c10d":
             self.count(name, args)
+        elif function.namespace in ("_c10d_functional", "_dtensor", "symm_mem") and "_tensor" not in name:
+            self.unknown[name] += 1
         copies = name in COPIES[1:]  # other operators may read the text, whose bytes are everyone's
         read = [tensor for tensor in given if copies or tensor.is_floating_point()]
         foreign = not function.is_view and any(owner_of(tensor) != here for tensor in read)
@@ -196,15 +204,18 @@ class Watch(TorchDispatchMode):
         given, other = tensors_in(args[0]), tensors_in(args[1])
         payload = max(sum(tensor.nbytes for tensor in tensors) for tensors in (given, other))
         name, passes = next((COLLECTIVES[key] for key in COLLECTIVES if key in operator), ("", 0))
+        if not name and "recv" not in operator and "barrier" not in operator:
+            self.unknown[operator] += 1
         if name == "all-to-all":
             given = given + other  # a rank may receive nothing
         if name and max(tensor.numel() for tensor in given) > 1:
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             share = passes * (group.size() - 1) / group.size() if passes else 1
-            if name == "all-to-all" and args[4]:  # how many rows go to each rank
+            uneven = name == "all-to-all" and "base" in operator and args[4]  # how many rows go to each rank
+            if uneven:
                 payload = other[0].nbytes
-                share = 1 - args[4][group.rank()] / max(sum(args[4]), 1)
-            if name == "all-to-all" and self.reduces and not args[4]:
+                share = 1 - uneven[group.rank()] / max(sum(uneven), 1)
+            if name == "all-to-all" and self.reduces and not uneven:
                 name = "reduce-scatter"
             axis = group.group_desc if group.group_desc in AXES else name
             self.add(axis, payload, share)

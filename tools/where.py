@@ -13,30 +13,34 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 
 def jobs_here():
     """{job: {rank: (pid, world size)}} of processes that torchrun has started."""
     found = defaultdict(dict)
+    ranks = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        with suppress(OSError):  # another user's, or it has ended
             parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())[1]
-        except OSError:  # another user's, or it has ended
-            continue
-        environment = dict(word.split("=", 1) for word in words if "=" in word)
-        if {"RANK", "WORLD_SIZE"} <= environment.keys() and not has_rank(parent):  # else a rank's own child
-            job = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
-            found[job][int(environment["RANK"])] = int(folder.name), int(environment["WORLD_SIZE"])
+            if (
+                "python" in Path(os.readlink(folder / "exe")).name
+            ):  # not what only starts one: timeout, numactl
+                ranks[folder.name] = parent, rank_of(folder)
+    for pid, (parent, rank) in ranks.items():
+        if all(rank) and rank != ranks.get(parent, (None, None))[1]:  # else a rank's own child
+            number, _, size, *job = rank
+            found[":".join(job)][int(number)] = int(pid), int(size)
     return found
 
 
-def has_rank(pid):
-    try:
-        return b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
+def rank_of(folder):
+    """[RANK, LOCAL_RANK, ...] of a process; "" for what it lacks. (A pod's first process has a RANK, too.)"""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+    environment = dict(word.split("=", 1) for word in words if "=" in word)
+    return [environment.get(name, "") for name in names]
 
 
 def stack_of(pid):

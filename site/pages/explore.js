@@ -87,5 +87,6 @@ for (const [id, draw] of [["schedules", drawSchedule], ["memory", drawMemory]]) 
     draw(section);
   };
   section.addEventListener("input", update);
-  update();
+  addEventListener("pageshow", update); // at first, and when a browser brings back what was chosen
+  addEventListener("resize", update);
 }

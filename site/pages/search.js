@@ -43,6 +43,10 @@
 
   box.addEventListener("focus", load, { once: true });
   box.addEventListener("input", search);
+  box.hidden = false;
+  box.parentElement.addEventListener("focusout", (event) => {
+    if (event.relatedTarget && !box.parentElement.contains(event.relatedTarget)) list.hidden = true;
+  });
   document.addEventListener("click", (event) => {
     if (event.target !== box) list.hidden = true;
   });
