@@ -1,6 +1,7 @@
 """PyTorch's own modules as peers: what bench/peers.py lists. Each is built of (lesson, config, device)."""
 
 import itertools
+import math
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
@@ -179,9 +180,10 @@ class ShardedExperts(Experts):
     """FSDP2: experts on the mesh of the ranks that have the same, within blocks on the mesh of all."""
 
     def __init__(self, prefetch, lesson, config, device):
-        super().__init__(config.ep, lesson, config, device)
-        copies, ep = self.mesh.shape
-        everyone = init_device_mesh(device.type, (copies * ep,))
+        ep = config.ep or math.gcd(dist.get_world_size(), config.experts, 2)  # the lesson's default
+        super().__init__(ep, lesson, config, device)
+        ranks = dist.get_world_size()
+        everyone = init_device_mesh(device.type, (ranks,))
         policy = {}
         if config.dtype == "bf16":
             policy["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
@@ -190,8 +192,8 @@ class ShardedExperts(Experts):
                 fully_shard(moe.experts, mesh=self.mesh["same"], **policy)
                 # These ranks' sum is one over the tokens of all. By sums, as torch would else ask gloo for
                 # PREMUL_SUM; but over a group of one rank torch 2.13 divides sums twice, and fp64 always.
-                moe.experts.set_gradient_divide_factor(copies * ep)
-                moe.experts.set_force_sum_reduction_for_comms(copies > 1)
+                moe.experts.set_gradient_divide_factor(ranks)
+                moe.experts.set_force_sum_reduction_for_comms(ranks > ep)
             fully_shard(block, mesh=everyone, **policy)
         fully_shard(self.model, mesh=everyone, **policy)
         units = [[block, *(moe.experts for moe in self.mixtures_of(block))] for block in self.model.blocks]
