@@ -3,40 +3,41 @@
 Idea
     As in expert_parallel.py, every other block has X experts in place of its MLP, and a group of e ranks
     (--ep) shares them: each rank computes X/e of them, for the tokens of its group. As in zero3.py, a rank
-    keeps a shard of its weights, and gathers what it is about to use. So the same ranks have two layouts (as
-    in MoE Parallel Folding, arXiv 2504.14960). With N = 8 ranks, e = 4, and X = 8 experts, A to H:
+    keeps a shard of its weights, and gathers what it is about to use. As only N/e ranks use an expert, there
+    are two layouts (MoE Parallel Folding, arXiv 2504.14960). With N = 8, e = 4, and X = 8 experts, A to H:
 
     Rank                  0       1       2       3       4       5       6       7
     its dense weights     1/8     1/8     1/8     1/8     1/8     1/8     1/8     1/8
     its experts, sharded  1/2 AB  1/2 CD  1/2 EF  1/2 GH  1/2 AB  1/2 CD  1/2 EF  1/2 GH
 
-    Dense weights, all but experts', are gathered from all 8 ranks, AB from ranks 0 and 4. Tokens travel
+    Dense weights (all but experts') are gathered from all 8 ranks, AB from ranks 0 and 4. Tokens travel
     within ranks 0-3, and within 4-7. With --ep 1 each rank has all experts; with --ep N none is sharded.
 
-Timeline (of a block with experts, forward; backward is the same, from the other end)
-    computing | attention, router |                    | experts |                     | next block
-    N ranks   |                   | gather next block                                      |
-    e ranks   |                   | all-to-all: tokens |         | all-to-all: outputs |
-    N/e ranks | gather experts    |                    |         |                     |
+Timeline (of a block without experts and one with, forward; backward is the same, from the other end)
+    computing | block               | attention, router |                    | experts |
+    N ranks   | gather next block   | gather the block after that
+    N/e ranks | gather its experts  |                   |                    |         |
+    e ranks   |                     |                   | all-to-all: tokens |         | all-to-all: outputs
 
-Memory (bytes on each of N ranks; U parameters in an expert, D outside of experts, of M mixtures)
+Memory (bytes on each of N ranks; U parameters in an expert)
+    M blocks have X experts. Of D other parameters E are in the root, V in such a block, W in any other one.
     parameters    m(D+MXU)/N + w(E+V+XU/e+W)    w = 4 in fp32, 2 in bf16; m = 4
     gradients     m(D+MXU)/N + w(E+2(V+XU/e)+max(W,E))
     optimizer     K(D+MXU)/N    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
-    Of D, E are in the root, V in a block with experts, W in one without. At a time, the root, a block, its
-    experts and the next block are unsharded. Gradients on their way are here twice: sent, and received.
+    Unsharded at a time: the root, a block with its experts, and its neighbour. Gradients: the root's, a
+    block's and its experts' twice (sent and received), and the next block's, or a flat copy of the root's.
 
-Sent (bytes, by each rank in each step of k microbatches, each of b sequences of s tokens on all ranks)
+Sent (bytes, by each rank in each step of k microbatches, of b sequences of s tokens over all ranks)
     all-gather        kw(2D-E)(N-1)/N+2kwM(XU/e)(N-e)/N+8kMX(N-1)    dense weights, experts, counts
     reduce-scatter    kwD(N-1)/N+kwM(XU/e)(N-e)/N                    dense gradients, experts'
     all-to-all        4wkM(tbsh/N)(e-1)/e    on average; t experts of a token, h width
 
 Run
-    torchrun --nproc_per_node=4 expert_zero.py --ep 2    (--dtype fp64, to compare worlds of other sizes)
+    torchrun --nproc_per_node=4 expert_zero.py --ep 2    (in --dtype fp64 each N gives the same)
 
 Left out
     An expert's capacity. Building a model that no device holds unsharded. Not noticed, beside what zero3.py
-    lists: a weight in several units, which is NaN in all but one; first weights that differ between ranks.
+    lists: a weight in several units, which is NaN in all but one; initial weights that differ between ranks.
     Errors: frozen weights; a root without weights of its own; a unit that returns a tuple.
 """
 
@@ -61,15 +62,15 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 class ExpertZeRO:
     """Shards a module, which is called as before. Each submodule of unit_class is a unit, and so are the
-    Experts in it, with another group. Without overlap, three lines of zero3.py would change:
+    Experts in it, with another group. Without overlap, all would be as in zero3.py but for three lines:
 
         all_gather(unit.flat_param, unit.shard, group=unit.group)  # all ranks, or those with these experts
         reduce_scatter(unit.shard.grad, unit.flat_grad, group=unit.group)
         unit.shard.grad /= world_size  # whatever the group
 
-    The difficulty is the order. If a rank starts an all-gather before an all-to-all, and another one after,
-    each may wait for the other for ever. So no rank lets tokens decide what it does: it gathers experts when
-    their block begins, before the all-to-all, and runs them even without tokens."""
+    The difficulty is the order. If one rank starts an all-gather before an all-to-all, and another one after
+    it, each may wait for the other for ever. So no rank lets tokens decide what it does: it gathers experts
+    with their block, before the all-to-all, and runs them even without tokens."""
 
     def __init__(self, module: nn.Module, unit_class: type, ep_group, expert_dp_group):
         self.module = module
@@ -95,7 +96,8 @@ class ExpertZeRO:
 
     def _unshard(self, unit, order):
         i = order.index(unit)
-        for each in order[i : i + 2]:  # the next one travels while this one computes
+        ahead = 1 if unit.group else 2  # while a block computes, the next one and its experts travel
+        for each in order[i : i + 1 + ahead]:
             each.unshard()
         unit.wait_for_unshard()
 
@@ -112,8 +114,7 @@ class ExpertZeRO:
     def _post_forward(self, unit, submodule, args, output):
         if unit.in_backward:
             return
-        # Experts end before their block, so backward begins with the block: it, too, gathers experts in time.
-        self.backward_order.insert(0, unit)
+        self.backward_order.insert(0, unit)  # a block ends after its experts, so backward begins with it
         if unit is not self.units[0]:
             unit.reshard()
         if torch.is_grad_enabled():
@@ -128,7 +129,7 @@ class ExpertZeRO:
 
     def _reduce(self):
         # Backward has reached another unit, so it is done with those that have all their gradients: a block
-        # and its experts. These travel during the next block, and arrive before that block's start.
+        # and its experts. They travel during the next block, and have arrived before its own are sent.
         ready = [unit for unit in self.units if all(param.grad is not None for param in unit.params)]
         while ready and self.reducing:
             self.reducing.pop().finish_reduce_scatter()
@@ -170,8 +171,8 @@ class ExpertZeRO:
             everyone = [None] * dist.get_world_size(self.ep_group)  # who have other experts
             dist.all_gather_object(everyone, own, self.ep_group)
             unit.reshard()
-            for own in everyone:
-                weights |= own if dist.get_rank() == 0 else {}
+            for theirs in everyone if dist.get_rank() == 0 else []:
+                weights |= theirs
         return weights
 
 
@@ -187,8 +188,7 @@ class Unit:
         self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to equal parts
         self.own_param = self.flat_param.chunk(self.n_shards)[dist.get_rank(group)]
         shard_dtype = torch.promote_types(flat.dtype, torch.float32)
-        shard = self.own_param.to(shard_dtype, copy=True)
-        self.shard = nn.Parameter(shard)
+        self.shard = nn.Parameter(self.own_param.to(shard_dtype, copy=True))
         self.nan = flat.new_tensor(torch.nan)
         self.gather_work = None
         self.reshard()
@@ -204,7 +204,7 @@ class Unit:
         if self.gather_work:
             self.gather_work.wait()
             self.gather_work = None
-            # Autograd has kept the parameters themselves, or views of flat_param: both are right again.
+            # Autograd has kept the parameters, or views of flat_param, for backward. Both are right again.
             for param, view in zip(self.params, unflatten(self.flat_param, self.params)):
                 param.data = view
 
@@ -221,7 +221,7 @@ class Unit:
         for param, view in zip(self.params, unflatten(self.flat_grad, self.params)):
             view.copy_(param.grad)
             param.grad = None
-        # Each rank gets its part from all others. (It is a reduce-scatter, but gloo's sends twice as much.)
+        # Each rank gets its part from all others: a reduce-scatter, of which gloo's own sends twice as much.
         self.received = torch.empty_like(self.flat_grad)
         self.reduce_work = dist.all_to_all_single(
             self.received, self.flat_grad, group=self.group, async_op=True
@@ -232,9 +232,9 @@ class Unit:
         self.flat_grad.untyped_storage().resize_(0)
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
-        # Divide by all N ranks, also if the group has N/e. Each of its ranks has added up what the tokens of
-        # its e ranks give for the experts, so the sum over the group is one over the tokens of all N ranks.
-        # Their mean is wanted, as that of dense gradients: to divide by N/e would make it e times too large.
+        # Divide by all N ranks, also if the group has N/e. A rank's gradients of experts are sums over the
+        # tokens of e ranks. Added up over the group, they are over those of all N, as dense gradients are.
+        # To divide by N/e would make them e times too large.
         for gradient in self.received.chunk(self.n_shards):
             self.shard.grad.add_(gradient, alpha=1 / dist.get_world_size())
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
@@ -245,7 +245,7 @@ class MoE(nn.Module):  # expert_parallel.py's, without a capacity
         super().__init__()
         self.top_k = top_k
         self.router = nn.Linear(width, experts, bias=False)
-        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))
+        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))  # moves choices
         self.experts = Experts()  # this rank's
         self.experts.group = group
         for i in range(experts):
@@ -264,17 +264,17 @@ class MoE(nn.Module):  # expert_parallel.py's, without a capacity
             gates = gates / gates.sum(-1, keepdim=True)
         chosen = chosen.flatten()  # choice j of token i is at i * t + j
         self.load, counts = self.all_gather_counts(chosen)
-        share = self.load.to(probs) / counts.sum()
+        share = self.load.to(probs) / counts.sum()  # a constant: only probs has a gradient
         self.balance_loss = share @ probs.mean(0) * len(share)
-        choices = chosen.argsort(stable=True)  # by expert
-        token_ids = choices // self.top_k
+        by_expert = chosen.argsort(stable=True)  # numbers of choices
+        token_ids = by_expert // self.top_k
         outputs = self.experts(tokens[token_ids], counts)
-        outputs = outputs * gates.flatten()[choices, None].to(x.dtype)
+        outputs = outputs * gates.flatten()[by_expert, None].to(x.dtype)
         mixed = torch.zeros_like(tokens).index_add_(0, token_ids, outputs)
         return mixed.view_as(x)
 
     def all_gather_counts(self, chosen):
-        """How many tokens chose each expert (X,), and of each rank (N, X). For the latter the host waits."""
+        """How many tokens chose each expert (X,), and by rank (N, X). For the latter the host waits."""
         own_counts = F.one_hot(chosen, self.router.out_features).sum(0)
         counts = own_counts.new_empty(dist.get_world_size(), len(own_counts))
         dist.all_gather(list(counts), own_counts)
@@ -292,9 +292,9 @@ class Experts(nn.ModuleDict):
         arriving = counts[:, group_rank]  # (from rank, this rank's expert)
         received = arriving.sum(1).tolist()
         rows = AllToAll.apply(rows, sent, received, self.group)  # by rank that they come from, then by expert
-        pieces = list(rows.split(arriving.flatten().tolist()))
+        pieces = list(rows.split(arriving.flatten().tolist()))  # rank 0's for each expert, rank 1's ...
         for i, expert in enumerate(self.values()):
-            own = slice(i, None, len(self))  # of the pieces: one from each rank
+            own = slice(i, None, len(self))  # one piece from each rank
             output = expert(torch.cat(pieces[own]))  # run even if empty: .grad must not be None
             pieces[own] = output.split(arriving[:, i].tolist())
         return AllToAll.apply(torch.cat(pieces), received, sent, self.group)
@@ -320,7 +320,7 @@ def replace_mlps(model, config, group):
         hidden, width = block.up.weight.shape
         block.moe = MoE(width, hidden, config.experts, config.top_k, group)
         del block.up, block.down
-        block.up = block.down = torch.zeros_like  # an MLP that adds nothing
+        block.up = block.down = torch.zeros_like  # adds nothing; the hook runs before ExpertZeRO's
         block.register_forward_hook(lambda block, inputs, x: x + block.moe(block.norm2(x)))
     return [block.moe for block in model.blocks[::2]]
 
@@ -337,7 +337,7 @@ def train(config):
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = loads = 0
-        for batch in microbatches(config, text, step, device):  # all ranks': balance is over all tokens
+        for batch in microbatches(config, text, step, device):  # of all ranks, each of which takes its part
             inputs, targets = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch)
             microloss = mean_loss(model(inputs), targets)
             loss += microloss.detach() / config.accum

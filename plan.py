@@ -31,6 +31,7 @@ Left out
     What is whole for a moment, two units and the embedding (at --size 7.5b 1.4 GB in zero2.py). What CUDA and
     NCCL take. What tensor parallelism sends for embedding, head and loss. Latency, interleaved 1F1B, grouped
     queries, causal masks (half of attention), experts' activations. ZeRO-2 and 3 on meshes; offload as a row.
+    --experts replace MLPs of the model that the other rows are of: MLPs, too, of --expert-params.
 """
 
 import argparse
@@ -71,7 +72,7 @@ SIZES = {
 }
 # Bekman, ML Engineering (github.com/stas00/ml-engineering): data sheets, but of --tflops what the best matrix
 # product reaches, and 80% of the GB/s one way of NVLink and of a network card, as it says of all-reduces.
-FIGURES = ("peak_tflops", "tflops", "gpu_gb", "hbm_gbps", "gbps", "gbps_nodes")
+FIGURES = "peak_tflops tflops gpu_gb hbm_gbps gbps gbps_nodes".split()
 GPUS = {
     "h100": "989 794.5 80 3350 360 40",
     "h200": "989 794.5 141 4800 360 40",
@@ -81,7 +82,7 @@ GPUS = {
 RECOMPUTE = ("none", "selective", "full")
 STAGES_OF_A_RANK = {"1f1b": 1, "zb-v": 2}
 total = operator.itemgetter("sum")
-ZERO = {"DP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3, "HSDP": 3, "DiLoCo": 0, "EP": 0}
+ZERO = {"DP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3, "HSDP": 3, "DiLoCo": 0, "EP": 0, "ZeRO-3 + EP": 3}
 
 
 class Rank:
@@ -94,7 +95,7 @@ class Rank:
         self.activations = None
         self.forward = self.backward = 0  # ms of a microbatch
         self.sent = 0
-        self.ms = {"computation": 0, "inside": 0, "between": 0, "idle": 0}
+        self.ms = {"computation": 0, "links inside": 0, "links between": 0, "idle": 0}
 
     def send(self, sent, ranks, apart=1, beside=0, ring=True):
         """Bytes to `ranks` ranks that are so many GPUs apart, beside so many ms of computation."""
@@ -107,11 +108,11 @@ class Rank:
 
 
 def link(job, ranks, apart=1, ring=True):
-    """("inside" a node or "between" nodes, bytes/ms) of a rank."""
+    """("links inside" a node or "links between" nodes, bytes/ms) of a rank."""
     neighbours = max(1, job.gpus_per_node // apart)
     if ranks <= neighbours:
-        return "inside", job.gbps * 1e6
-    return "between", min(job.gbps, job.gbps_nodes * (neighbours if ring else 1)) * 1e6
+        return "links inside", job.gbps * 1e6
+    return "links between", min(job.gbps, job.gbps_nodes * (neighbours if ring else 1)) * 1e6
 
 
 def replica(job, tensor, pipeline, stage):
@@ -169,13 +170,15 @@ def divide(job, kind, rank, data, apart):
     if kind == "DiLoCo":
         held, sent = local_steps(params, data, job.inner_steps, job.precision)
         rank.send(sent, data)
-    elif kind == "EP":
-        experts, others, _, ranks = spread(job.shape, job.params, job.experts, job.top_k, job.gpus)
-        held = states(0, experts + others, 1, job.precision)
-        sent = dispatch_wire(job.shape, job.micro_batch, ranks, job.top_k, width, k)
-        rank.send(sent, ranks, ring=False)
-        rank.send(wire(0, others, data, 1, 4), data)
-        rank.send(wire(0, experts, data // ranks, 1, 4), data // ranks, ranks)
+    elif "EP" in kind:
+        experts, others, _, ranks = spread(job)
+        rank.send(dispatch_wire(job, ranks, width, k), ranks, ring=False)
+        held = dict.fromkeys(held, 0)
+        for part, group, apart in (others, data, 1), (experts, data // ranks, ranks):
+            for name, size in states(zero, part, group, job.precision).items():
+                held[name] += size
+            hidden = rank.ms["computation"] if zero and part == others else 0
+            rank.send(wire(zero, part, group, k, width if zero else 4), group, apart, hidden)
     else:
         where, speed = link(job, group, apart)
         late = exposed(zero, params, group, k, width, rank.forward * speed, rank.backward * speed)
@@ -192,9 +195,7 @@ def divide(job, kind, rank, data, apart):
 def row(job, kind, tensor=1, pipeline=1):
     """A strategy, as in --json: the most that a rank holds, that one sends, and that one takes."""
     shape, data = job.shape, job.gpus // (tensor * pipeline)
-    active = job.params
-    if kind == "EP":
-        active = spread(shape, job.params, job.experts, job.top_k, job.gpus)[2]
+    active = spread(job)[2] if "EP" in kind else job.params
     size, sent, ms = {"sum": 0}, 0, {"sum": 0}
     # Of stages with as many layers an earlier one has more in flight, so these show the most.
     for stage in {0, 1, -(shape.layers if shape else 1) % pipeline, pipeline - 1} - {pipeline}:
@@ -221,25 +222,19 @@ def speed(job, active, ms):
         return {"ms": None, "mfu": None, "bound_by": None}
     flops = 6 * active + 12 * shape.layers * shape.hidden * shape.seq
     tokens = shape.seq * job.micro_batch * job.accum  # of a GPU
-    part = max(ms.keys() - {"sum"}, key=ms.get)
-    bound = f"links {part}" if part in ("inside", "between") else part
+    bound = max(ms.keys() - {"sum"}, key=ms.get)
     return {"ms": ms, "mfu": flops * tokens / ms["sum"] / job.peak_tflops / 1e9, "bound_by": bound}
 
 
 def strategies(job):
     """Yield (strategy, t, p): each rank a replica, or t x p ranks, t within a node and p <= L."""
-    yield from (("DP", 1, 1), ("ZeRO-1", 1, 1))
-    if job.optimizer == "muon":
-        return
-    yield "ZeRO-2", 1, 1
-    yield "ZeRO-3", 1, 1
-    if job.shard and job.gpus % job.shard == 0:
-        yield "HSDP", 1, 1
-    if job.inner_steps > 1:
-        yield "DiLoCo", 1, 1
-    if job.experts > 1:
-        yield "EP", 1, 1
-    if job.shape:
+    muon = job.optimizer == "muon"
+    asked = {"HSDP": job.shard and job.gpus % job.shard == 0, "DiLoCo": job.inner_steps > 1}
+    asked |= dict.fromkeys(("EP", "ZeRO-3 + EP"), job.experts > 1)
+    for kind in ("DP", "ZeRO-1") if muon else ZERO:
+        if asked.get(kind, True):
+            yield kind, 1, 1
+    if job.shape and not muon:
         tokens = job.shape.seq if job.sequence_parallel else 0
         ranks = job.gpus // job.cp
         deepest = job.shape.layers // STAGES_OF_A_RANK[job.schedule]
@@ -391,12 +386,19 @@ schedule         1f1b|zb-v  of pipelines (pipeline_v.py)
 inner-steps      1       from an exchange to the next, for a row of DiLoCo (diloco.py)
 recompute        none|selective|full|all  activations, in backward
 cp               1       ranks that share each sequence (context_parallel.py)
-experts          1       in every other layer, for a row of EP (expert_parallel.py)
+experts          1       in every other layer, for rows of EP (expert_parallel.py, expert_zero.py)
 top-k            2       experts of a token
+mixtures         int     layers with experts (none: every other one)
+expert-params    number  parameters of an expert (none: as many as an MLP of the shape has)
 json             file    for it, in bytes ('-': stdout, without the table)
 plot             file    for curves of GB and ms over 8 to 4096 GPUs, as svg
+layers           int     of the shape, in place of the size's
+heads            int     of the shape, in place of the size's
+hidden           int     of the shape, in place of the size's
+seq              int     of the shape, in place of the size's
+vocab            int     of the shape, in place of the size's
 """
-SHAPED = ("recompute", "attention", "sequence_parallel", "cp", "experts", "optimizer", "schedule", "plot")
+SHAPED = "recompute attention sequence_parallel cp experts optimizer schedule plot".split()
 
 
 def parse(arguments=None):
@@ -410,20 +412,18 @@ def parse(arguments=None):
             how = {"choices": kind.split("|"), "default": kind.partition("|")[0]}
         parser.add_argument(f"--{name}", help=text, **how)
     parser.add_argument("--sequence-parallel", action="store_true", help="beside tensor parallelism")
-    for name in Shape._fields:
-        parser.add_argument(f"--{name}", type=int, help="of the shape, in place of the size's")
+    asked = parser.parse_args(arguments)
+    parser.set_defaults(**dict(zip(Shape._fields, SIZES.get(asked.size, "").split())))
+    parser.set_defaults(accum=1, **dict(zip(FIGURES, GPUS[asked.gpu].split())))
     job = parser.parse_args(arguments)
-    given = dict(zip(Shape._fields, map(int, SIZES.get(job.size, "").split()))) | {"accum": 1}
-    given |= dict(zip(FIGURES, map(float, GPUS[job.gpu].split())))
-    for name, value in given.items():
-        if vars(job)[name] is None:
-            vars(job)[name] = value
     asked = [name for name in SHAPED if getattr(job, name) != parser.get_default(name)]
     job.shape = Shape(*(vars(job).pop(name) for name in Shape._fields))
     for problem in find_problems(job, asked):
         refuse(problem)
     job.shape = job.shape if all(job.shape) else None
     job.params = job.params or whole_model(job.shape)
+    if job.shape:
+        job.mixtures = job.mixtures or (job.shape.layers + 1) // 2
     return job
 
 
@@ -442,6 +442,8 @@ def find_problems(job, asked):
         yield f"--shard {job.shard}: must divide --gpus {job.gpus}"
     if 1 < job.experts < job.top_k:
         yield f"--top-k {job.top_k}: must be at most --experts {job.experts}"
+    if not missing and (job.mixtures or 0) > shape.layers:
+        yield f"--mixtures {job.mixtures}: must be at most --layers {shape.layers}"
     if missing and any(shape):
         yield f"{missing}: missing beside the rest of the shape; or take a --size"
     elif missing and asked:

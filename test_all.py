@@ -213,7 +213,7 @@ def test_what_a_lesson_held_is_free_when_it_has_ended(lesson):
 
 RACES = ["collectives", "ddp", "zero1", "zero3", "hsdp", "offload", "tensor_parallel", "fusion"]
 RACES += ["uneven", "uneven --order balanced --pack"]
-RACES += ["context_parallel"]
+RACES += ["context_parallel", "expert_zero --ep 1"]
 RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
 RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]

@@ -55,7 +55,7 @@ OWN_FLAGS = {"expert_parallel": ["--balance=0"]}  # as peers do
 OWN_FLAGS |= {"diloco": ["--outer-lr=1", "--outer-momentum=0", "--inner-steps=3"]}
 OWN_FLAGS |= {"dp_threads": ["--replicas=1"], "dp_async": ["--workers=1"]}  # ranks are processes here
 UNSPLIT = "pipeline zero_bubble pipeline_v tensor_parallel sequence_parallel context_parallel expert_parallel"
-UNSPLIT = f"{UNSPLIT} parallel_3d checkpointing zero_r".split()  # for all ranks the same batch
+UNSPLIT = f"{UNSPLIT} expert_zero parallel_3d checkpointing zero_r".split()  # for all ranks the same batch
 SPLIT = "collectives ddp uneven zero1 zero2 zero3 hsdp muon diloco offload fusion resume survive"
 LESSONS = (*SPLIT.split(), *UNSPLIT)
 ALL = ("single", "dp_threads", "dp_async", *LESSONS)  # the first three with --host alone

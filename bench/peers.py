@@ -13,7 +13,9 @@ from peers_deepspeed import DeepSpeed, Mixtures, Ulysses
 from peers_pipeline import Mesh3D, Pipelined
 from peers_torch import (
     DTensors,
+    ExpertsAlone,
     OtherAttention,
+    ShardedExperts,
     checkpointed,
     ddp,
     ddp_with_muon,
@@ -79,6 +81,11 @@ PEERS = {
         "DeepSpeed Ulysses": deepspeed(Ulysses),
     },
     "expert_parallel": {"DeepSpeed MoE": deepspeed(Mixtures, False), ALONE: partial(Mixtures, True)},
+    "expert_zero": {
+        ALONE: ExpertsAlone,
+        "FSDP2, two meshes": partial(ShardedExperts, False),
+        "FSDP2, two meshes, explicit prefetch": partial(ShardedExperts, True),
+    },
     "pipeline": {"torch pipelining": Pipelined},
     "pipeline_v": {"torch pipelining": Pipelined},
     "parallel_3d": {"torch, all three composed": Mesh3D},

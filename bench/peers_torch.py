@@ -1,6 +1,7 @@
 """PyTorch's own modules as peers: what bench/peers.py lists. Each is built of (lesson, config, device)."""
 
 import itertools
+import math
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
@@ -126,6 +127,100 @@ def hsdp(prefetch, lesson, config, device):
 
     peer.model.no_sync = no_sync
     return peer
+
+
+class Experts(Peer):
+    """The lesson's mixtures and all-to-alls, on `ep` ranks; each rank computes its chunk of the rows."""
+
+    def __init__(self, ep, lesson, config, device):
+        half = config.dtype == "bf16"
+        model = new_model(lesson, config, "cpu", "fp32" if half else None)
+        self.mesh = init_device_mesh(
+            device.type, (dist.get_world_size() // ep, ep), mesh_dim_names=("same", "ep")
+        )
+        self.ep_group = self.mesh["ep"].get_group()
+        self.mixtures = lesson.replace_mlps(model, config, self.ep_group)
+        for param in model.to(device).parameters():
+            param.data = param.data.to(model.tokens.weight.dtype)  # of mixtures, too
+        self.optimizer_class = partial(lesson.OPTIMIZERS[config.optim], lr=config.lr, fused=True)
+        super().__init__(lesson, config, model, model, None)
+
+    def step(self, batches):
+        size, rank = dist.get_world_size(), dist.get_rank()
+        for batch in batches:
+            if len(batch[0]) == self.config.batch // self.config.accum:  # all ranks'
+                batch = [part.chunk(size)[rank] for part in batch]
+            loss = self.lesson.mean_loss(self.model(batch[0]), batch[1])
+            loss = loss + self.config.balance * sum(moe.balance_loss for moe in self.mixtures)
+            (loss / len(batches)).backward()
+        self.update()
+        self.model.zero_grad()
+
+
+class ExpertsAlone(Experts):
+    """All experts on each rank, and no word to anybody: it counts as if all ranks had its own tokens."""
+
+    def __init__(self, lesson, config, device):
+        super().__init__(1, lesson, config, device)
+        self.optimizer = self.optimizer_class(self.model.parameters())
+        for moe in self.mixtures:
+            moe.all_gather_counts = partial(self.count, config.experts)
+
+    @staticmethod
+    def count(experts, chosen):
+        counts = nn.functional.one_hot(chosen, experts).sum(0).repeat(dist.get_world_size(), 1)
+        return counts.sum(0), counts.cpu()
+
+    def update(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+
+
+class ShardedExperts(Experts):
+    """FSDP2: experts on the mesh of the ranks that have the same, within blocks on the mesh of all."""
+
+    def __init__(self, prefetch, lesson, config, device):
+        ep = config.ep or math.gcd(dist.get_world_size(), config.experts, 2)  # the lesson's default
+        super().__init__(ep, lesson, config, device)
+        ranks = dist.get_world_size()
+        everyone = init_device_mesh(device.type, (ranks,))
+        policy = {}
+        if config.dtype == "bf16":
+            policy["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        for block in self.model.blocks:
+            for moe in self.mixtures_of(block):
+                fully_shard(moe.experts, mesh=self.mesh["same"], **policy)
+                # These ranks' sum is one over the tokens of all. By sums, as torch would else ask gloo for
+                # PREMUL_SUM; but over a group of one rank torch 2.13 divides sums twice, and fp64 always.
+                moe.experts.set_gradient_divide_factor(ranks)
+                moe.experts.set_force_sum_reduction_for_comms(ranks > ep)
+            fully_shard(block, mesh=everyone, **policy)
+        fully_shard(self.model, mesh=everyone, **policy)
+        units = [[block, *(moe.experts for moe in self.mixtures_of(block))] for block in self.model.blocks]
+        for before, after in itertools.pairwise(units) if prefetch else ():
+            before[0].set_modules_to_forward_prefetch(after)
+            after[0].set_modules_to_backward_prefetch(before)
+        params = list(self.model.parameters())
+        self.dense = [param for param in params if param.device_mesh == everyone]
+        self.experts = [param for param in params if param.device_mesh != everyone]
+        self.optimizers = [self.optimizer_class(each) for each in (self.dense, self.experts)]
+
+    def mixtures_of(self, block):
+        return [block.moe] if hasattr(block, "moe") else []
+
+    def update(self):
+        norms = [nn.utils.get_total_norm([p.grad for p in each]) for each in (self.dense, self.experts)]
+        dense, experts = (norm.full_tensor().square() for norm in norms)
+        dist.all_reduce(experts, group=self.ep_group)
+        for each in self.dense, self.experts:
+            nn.utils.clip_grads_with_norm_(each, self.config.clip, (dense + experts).sqrt())
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def weights(self):
+        states = [None] * dist.get_world_size(self.ep_group)
+        dist.all_gather_object(states, super().weights(), self.ep_group)
+        return {name: x for state in states for name, x in state.items()}
 
 
 class DTensors(Peer):

@@ -87,11 +87,11 @@ def check_layouts(name):
     assert dict(numel) == expected and tokens, f"other groups or bytes: {dict(numel)}, not {expected}"
 
 
-FORWARD = """gather 0 gather 1 gather 2 gather 3 tokens tokens free 2 free 1 gather 4 free 3 gather 5 tokens
+FORWARD = """gather 0 gather 1 gather 2 gather 3 tokens tokens free 2 free 1 gather 4 gather 5 free 3 tokens
     tokens free 5 free 4"""
-BACKWARD = """gather 4 gather 5 gather 3 tokens tokens free 4 reduce 4 free 5 reduce 5 gather 1 reduced 5
-    reduced 4 free 3 reduce 3 gather 2 tokens tokens reduced 3 free 0 reduce 0 free 1 reduce 1 free 2 reduce 2
-    reduced 2 reduced 1 reduced 0"""
+BACKWARD = """gather 4 gather 5 gather 3 tokens tokens free 4 reduce 4 free 5 reduce 5 gather 1 gather 2
+    reduced 5 reduced 4 free 3 reduce 3 tokens tokens reduced 3 free 0 reduce 0 free 1 reduce 1 free 2
+    reduce 2 reduced 2 reduced 1 reduced 0"""
 
 
 @on_ranks(2)
@@ -297,15 +297,16 @@ test_each_promise_is_kept = holds("expert_zero", *CHECKS)
 DIVISOR = "alpha=1 / dist.get_world_size()"
 ONE_RANK = "alpha=1 / (dist.get_world_size() if self.n_shards > 1 else 1)"
 SHARDS = "for unit in self.units]\n        squares"
-LATE = "order[i : i + 2 - (dist.get_rank() == 1)]"
+AHEAD = "ahead = 1 if unit.group else 2"
 MUTANTS = [
     (DIVISOR, "alpha=dist.get_world_size(self.group) / dist.get_world_size() ** 2", sharp, "norms differ"),
     (DIVISOR, "alpha=1 / self.n_shards", sharp, "norms differ"),
     (DIVISOR, ONE_RANK, whole, "norms differ"),
     ("dist.all_reduce(squares)", "dist.all_reduce(squares, group=self.ep_group)", sharp, "norms differ"),
     (SHARDS, "for unit in self.units if not unit.group]\n        squares", sharp, "norms differ"),
-    ("order[i : i + 2]", LATE, order, "ranks do not meet"),
-    ("order[i : i + 2]", "order[i : i + 1]", check_timeline, "another order"),
+    (AHEAD, "ahead = 2 * (dist.get_rank() != 1)", order, "ranks do not meet"),
+    (AHEAD, "ahead = 1", check_timeline, "another order"),
+    (AHEAD, "ahead = 2", check_timeline, "another order"),
     ("self.flat_grad, group=self.group,", "self.flat_grad,", check_layouts, "other groups or bytes"),
     ("group = expert_dp_group if", "group = ep_group if", check_layouts, "experts are sharded over"),
     ("iter([unit.shard for unit in self.units])", "(unit.shard for unit in self.units if not unit.group)",
@@ -316,14 +317,14 @@ MUTANTS = [
      check_timeline, "another order"),
     ("                each.reshard()\n", "                pass\n", check_module, "weights differ"),
     ("while ready and self.reducing:", "while self.reducing:", check_timeline, "another order"),
-    ("for own in everyone:", "for own in everyone[:1]:", parity, "other names"),
+    ("for theirs in everyone if", "for theirs in everyone[:1] if", parity, "other names"),
     ("        if not unit.in_backward:  # else", "        if True:  # else", check_recompute, "all-gathers"),
     ("torch.zeros_like(self.flat_param)  # zeros", "torch.ones_like(self.flat_param)  # zeros",
      check_module, "weights differ"),
     ("loads += torch.stack", "loads = torch.stack", biased, "differ"),
     ("torch.zeros(experts, dtype=torch.float64)", "torch.zeros(experts, dtype=torch.bfloat16)",
      biased, "differ"),
-    ("if dist.get_rank() == 0 else {}", "", check_module, "a rank other than 0 has weights"),
+    (" if dist.get_rank() == 0 else []", "", check_module, "a rank other than 0 has weights"),
     ("            if unit.in_backward:\n", "            if False:\n", check_guards, "failing goes on"),
     ("if not self.has_optimizer", "if False", check_guards, "early goes on"),
 ]  # fmt: skip

@@ -21,6 +21,7 @@ BAD = {  # {command: {arguments: what the line names}}
         f"--size toy --gpus {HUGE}": "at most 10^6", f"--params 7b --gpus {10**6 + 1}": "--gpus",
         f"--size toy --micro-batch {HUGE}": "at most 10^6", f"--params {HUGE}b": "at most 10^15",
         "--size toy --gpu-gb inf": "--gpu-gb", "--size toy --experts 4 --top-k 5": "--top-k 5",
+        "--size toy --mixtures 9": "--mixtures 9",
     }, "tools/ledger.py": {
         "": "lesson", "no/such.py": "no/such.py", "README.md": "README.md: no such lesson",
         "tools/watch.py": "tools/watch.py: no such lesson", "--ranks x zero3.py": "--ranks",

@@ -240,6 +240,33 @@ def docstring_of(lesson_name, flags):
     return letters, {key: ledger.evaluate(formula, letters) for key, formula in formulas}
 
 
+SENT = "all-gather", "reduce-scatter", "all-to-all"
+MIXTRAL = """--params 7241732096 --layers 32 --heads 32 --hidden 4096 --seq 4096 --vocab 32000
+    --experts 8 --top-k 2 --mixtures 32 --expert-params 176160768"""
+DEEPSEEK = """--params 19.5b --layers 61 --heads 128 --hidden 7168 --seq 4096 --vocab 129280
+    --experts 256 --top-k 8 --mixtures 58 --expert-params 44040192 --recompute full"""
+
+
+def check_mixtures(name):
+    """Mixtral 8x7B from Mistral 7B, and DeepSeek-V3 (2412.19437: 671 G, 37 of them for a token)."""
+    plan = planner(name)
+    page, giga = (ROOT / "docs/results/plan.md").read_text(), {}
+    for flags, gpus in itertools.product((MIXTRAL, DEEPSEEK), (64, 2048)):
+        job = plan.parse(f"{flags} --gpus {gpus}".split())
+        rows = {row["strategy"]: row for row in plan.table(job)}
+        giga[flags, gpus] = [round(rows[kind]["bytes"]["sum"] / 1e9, 1) for kind in ("EP", "ZeRO-3 + EP")]
+        assert not rows["EP"]["fits"], "EP alone fits"
+        assert rows["ZeRO-3 + EP"]["fits"] == (flags == MIXTRAL or gpus == 2048), "fits elsewhere"
+        experts, others, active, ranks = plan.spread(job)
+        sizes = (experts * ranks + others) / 1e9, active / 1e9
+        expected = (46.7, 12.9) if flags == MIXTRAL else (671, 37)
+        assert sizes == pytest.approx(expected, rel=0.02), f"another model: {sizes}"
+    for flags, title in (MIXTRAL, "Mixtral 8x7B"), (DEEPSEEK, "DeepSeek-V3"):
+        for gpus in (64, 2048):
+            alone, both = giga[flags, gpus]
+            assert f"| {title} | {gpus} | {alone}, no | {both}, " in page, f"{title}, {gpus}: {alone}, {both}"
+
+
 def check_other_lessons(name):
     """Mixtral 8x7B from Mistral 7B; the docstrings of expert_parallel, offload.py, diloco.py and muon.py."""
     plan, formulas = planner(name), load(name if name.endswith("formulas.py") else "tools/formulas")
@@ -251,6 +278,16 @@ def check_other_lessons(name):
     found = plan.row(job, "EP")["bytes"]
     assert all(found[key] == values[key] for key in ("parameters", "optimizer")), "holds another number"
     assert found["sent_per_step"] == values["all-to-all"] + values["all-reduce"], "other bytes"  # but counts
+    ledger = load("tools/ledger")
+    letters, values = docstring_of("expert_zero", "--batch 24 --accum 3 --ep 2 --experts 2")
+    both = plan.parse(f"{flags} fp32 --experts 2 --micro-batch 2 --accum 3".split())
+    found = plan.row(both, "ZeRO-3 + EP")["bytes"]
+    shards = ledger.evaluate("m(D+MXU)/N", letters)  # without units in flight
+    assert (found["parameters"], found["optimizer"]) == (shards, values["optimizer"]), "holds another number"
+    sent = ledger.evaluate("3kwD(N-1)/N+3kwM(XU/e)(N-e)/N", letters) + values["all-to-all"]
+    assert found["sent_per_step"] == sent, "other bytes"
+    kept = ledger.evaluate("kwE(N-1)/N-8kMX(N-1)", letters)  # the root is, and counts are sent
+    assert sent - kept == sum(values[key] for key in SENT), "not the docstring's"
     for more in "", "--params":
         _, values = docstring_of("offload", f"--dtype bf16 {more}")
         device = values["parameters"] + values["gradients"]
@@ -295,7 +332,7 @@ def test_the_docs_show_what_plan_prints():
 
 
 CHECKS = [check_published, check_counts, check_layer, check_wire, check_advice, check_idle_and_exposed]
-CHECKS += [check_compute_bound, check_lessons, check_other_lessons]
+CHECKS += [check_compute_bound, check_lessons, check_mixtures, check_other_lessons]
 WAYS = "--recompute full", "--sequence-parallel --recompute selective --precision fp32 --attention math"
 JOB = "--layers 37 --heads 6 --hidden 30 --vocab 9999 --seq 64 --micro-batch 3 --accum 2"
 JOBS = [f"{JOB} --gpus {gpus} {way}" for gpus, way in itertools.product((1, 7, 36, 64), WAYS)]
@@ -324,7 +361,9 @@ PLAN = [
     ("fastest(pair[1])", "fewest(pair[1])", check_advice, "another one is faster"),
     ("job.gbps_nodes * (neighbours if ring else 1)", "job.gbps_nodes", check_compute_bound, "not an H100's"),
     ("(2 * tokens * rank.params, moved)", "(2 * tokens * rank.params, 0)", check_published, "2304"),
-    ("wire(0, others, data, 1, 4)", "wire(0, others, data)", check_other_lessons, "other bytes"),
+    ("(experts, data // ranks, ranks)", "(experts, data, ranks)", check_other_lessons, "other bytes"),
+    ("wire(zero, part, group, k", "wire(zero, part, group, 1", check_other_lessons, "other bytes"),
+    ("held[name] += size", "held[name] = size", check_other_lessons, "holds another number"),
 ]
 test_a_mutant_is_rejected = mutants(PLAN, "plan")
 test_a_mutant_of_the_formulas_is_rejected = mutants(FORMULAS, "tools/formulas")

@@ -9,7 +9,8 @@ Memory
     optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
     HSDP's F ranks share a copy by ZeRO-3: / F (hsdp.py). DiLoCo holds 26P, in fp32 24P: outer weights and
     momentum, gradients in fp32 (diloco.py). Muon (muon.py) holds one moment of each of 12Lh^2 parameters in
-    matrices: 4 less. Experts (expert_parallel.py) are shared by e ranks: D + MXU/e parameters in place of P.
+    matrices: 4 less. Experts (expert_parallel.py) are shared by e ranks: D + MXU/e parameters in place of P;
+    with ZeRO-3 (expert_zero.py) everything is divided: (D + MXU)/N.
     Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
     with dropout's masks; with flash attention none keeps what selective does:
     none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
@@ -36,7 +37,8 @@ Communication
     pipeline      wbsh             forward, and backward, over each boundary for each microbatch; zb-v twice
     context       2wbsh(3C-2)/C    a layer and microbatch of ring attention on --cp C ranks
     experts       4wkbsh(e-1)/e    a layer with --experts on e ranks, --top-k k, and microbatch, in the mean;
-                                   + 8D(N-1)/N + 8(MXU/e)(N-e)/N in fp32: all-reduces of gradients
+                                   + 8D(N-1)/N + 8(MXU/e)(N-e)/N in fp32: all-reduces of gradients,
+                                   with ZeRO-3 + 3kwD(N-1)/N + 3kw(MXU/e)(N-e)/N
     offload       2wP/N            between a GPU and its host; with --params wP/N down, (2P - two units)w/N up
 """
 
@@ -220,22 +222,22 @@ def mixture(dense, mixtures, mlp, width, experts, top_k):
     return [dense + routers + mixtures * mlp * (number - 1) for number in (experts, top_k)]
 
 
-def dispatch_wire(shape, batch, ranks, top_k, width=2, microbatches=1):
-    """Bytes that a rank sends per step in the mean, to experts in every other layer, and back."""
-    rows = (shape.layers + 1) // 2 * microbatches * batch * shape.seq * top_k
-    return 4 * width * rows * shape.hidden * (ranks - 1) // ranks
+def dispatch_wire(job, ranks, width=2, microbatches=1):
+    """Bytes that a rank sends per step in the mean, to the experts of plan.py's job, and back."""
+    rows = job.mixtures * microbatches * job.micro_batch * job.shape.seq * job.top_k
+    return 4 * width * rows * job.shape.hidden * (ranks - 1) // ranks
 
 
-def spread(shape, dense, experts, top_k, gpus):
-    """How experts are spread over ranks, if they replace every other MLP of a model of `dense` parameters.
+def spread(job):
+    """How experts are spread over ranks, if they replace MLPs of plan.py's job, a model without experts.
 
     (parameters of a rank's experts, of all else, that a token meets; ranks that share all experts)
     """
-    mixtures = (shape.layers + 1) // 2
-    mlp = 8 * shape.hidden**2 + 5 * shape.hidden
-    total, active = mixture(dense, mixtures, mlp, shape.hidden, experts, top_k)
-    ranks = math.gcd(experts, gpus)
-    all_experts = mixtures * mlp * experts
+    hidden = job.shape.hidden
+    mlp = job.expert_params or 8 * hidden**2 + 5 * hidden
+    total, active = mixture(job.params, job.mixtures, mlp, hidden, job.experts, job.top_k)
+    ranks = math.gcd(job.experts, job.gpus)
+    all_experts = job.mixtures * mlp * job.experts
     return all_experts // ranks, total - all_experts, active, ranks
 
 
