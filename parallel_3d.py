@@ -11,7 +11,7 @@ Idea
 Timeline (a step of 2 x 2 x 2 ranks; which ranks add up what)
     stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3
     stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
-    1. Forwards and backwards, as in 1F1B: layers' outputs and gradients 0 + 1; messages between 0 and 4
+    1. In 1F1B order, layers' outputs and their inputs' gradients: 0 + 1; messages go between 0 and 4
     2. While the last backward runs: gradients 0 + 2, layer after layer
     3. The loss: all ranks
     4. The embedding's gradient, which is also the head's: 0 + 4, then 0 + 2
@@ -191,14 +191,13 @@ class Bucket:
         self.flat_grad = torch.zeros_like(self.flat_param)
         for param in params:
             param.grad = torch.empty_like(param)
-            if not is_tied:  # the other stage's part comes first: see finish_sum()
-                param.register_post_accumulate_grad_hook(self._gradient_ready)
+            param.register_post_accumulate_grad_hook(self._gradient_ready)
         # Each parameter and gradient becomes a view.
         nn.utils.vector_to_parameters(self.flat_param, params)
         nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
         wide = torch.promote_types(flat.dtype, torch.float32)
         self.shard = nn.Parameter(self.own_part(self.flat_param).to(wide))  # of bf16 a copy, else a view
-        # This many ranks have the same shard. All add its square to the norm's, so each divides it by that.
+        # So many ranks have this same shard. Each adds its square, divided by their number, to the norm's.
         self.n_copies = mesh.dp // self.n_shards * (1 + is_tied)
         if not hasattr(params[0], "part"):
             self.n_copies *= mesh.tp
@@ -222,9 +221,9 @@ class Bucket:
 
     def finish_sum(self):
         assert self.shard.grad is None, "call each bucket's update() between two clip_grad_norm_()"
-        if self.is_tied:
+        if self.is_tied:  # first add up the gradients of the two stages, then those of the replicas
             dist.all_reduce(self.flat_grad, group=self.mesh.tie_group)
-        if self.pending:  # also if a parameter got no gradient, so that its hook did not run
+        if self.pending:  # is_tied, or a parameter got no gradient, so its hook did not run
             self.start_sum()
         self.work.wait()
         self.grad /= self.mesh.dp
@@ -250,11 +249,13 @@ class Parallel3D:
         split_tensors(model, mesh)
         self.stage = stage_of(model, mesh).to(device, dtype)
         here = set(self.stage.parameters())
-        self.params = {name: param for name, param in model.named_parameters() if param in here}
+        self.params = {}
         groups = {}
-        for name, param in self.stage.named_parameters():  # once each, even if it is embedding and head here
-            layer = name.split(".")[0]
-            groups.setdefault((layer, hasattr(param, "part")), []).append(param)
+        for name, param in model.named_parameters():
+            if param in here:
+                self.params[name] = param
+                layer = name.rsplit(".", 2)[0]  # such as blocks.3
+                groups.setdefault((layer, hasattr(param, "part")), []).append(param)
         tied = model.tokens.weight if mesh.pp > 1 else None
         self.buckets = [Bucket(params, mesh, zero, params[0] is tied) for params in groups.values()]
         self.shards = [bucket.shard for bucket in self.buckets]
@@ -266,8 +267,9 @@ class Parallel3D:
         self.loss = self.shards[0].new_zeros((), dtype=torch.float64)
         self.sent = {}  # {group: the work of its latest send}
         self.in_flight = []
-        for bucket in self.buckets:  # its sum starts with the last of these gradients
-            bucket.pending = bucket.n_params * len(batches)
+        for bucket in self.buckets:
+            # A sum starts with the last of these gradients. One more for a tied bucket: see finish_sum().
+            bucket.pending = bucket.n_params * len(batches) + bucket.is_tied
         # Until the first gradient can come back, run forwards alone, to fill the stages after this one.
         n_warmup = mesh.pp - 1 - mesh.pp_rank
         for i, batch in enumerate(batches):
@@ -285,8 +287,7 @@ class Parallel3D:
         mesh = self.mesh
         x = inputs
         if not mesh.is_first:
-            shape = *inputs.shape, self.width
-            x = self.buckets[0].flat_param.new_empty(shape)
+            x = self.buckets[0].flat_param.new_empty(*inputs.shape, self.width)
             dist.recv(x, group=mesh.output_group, group_src=mesh.pp_rank - 1)
             x.requires_grad_()
         y = self.stage(x)
@@ -332,7 +333,7 @@ class Parallel3D:
         """The plain model's state_dict. All ranks must call it."""
         state_dict = {}
         for name, shape in self.shapes.items():
-            # Each rank fills in its part, if it has one, of a tensor of -inf. Their maximum is unsplit.
+            # Each rank fills its part, if it has one, into a tensor of -inf. The maximum is the whole.
             full = state_dict[name] = self.buckets[0].flat_param.new_full(shape, -torch.inf)
             if name in self.params:
                 param = self.params[name]

@@ -60,9 +60,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# A tensor may differ over ranks in three ways. Varying: each rank has another part, as of its gradient.
-# Partial: each has a part of a sum. Replicated: all have the same, but use it for different things, so its
-# gradient is partial. (And that of a partial tensor is replicated.)
+# A tensor over ranks may be: varying, if each rank has another part of it, as of its gradient; partial, if
+# each has a part of a sum; replicated, if all have the same, but use it for different things, so that its
+# gradient is partial (and that of a partial tensor is replicated).
 
 
 def start_all_gather(x):

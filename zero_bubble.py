@@ -65,8 +65,8 @@ MAX_SENT = 4  # messages that a rank may keep until they arrive; any small numbe
 def zero_bubble(rank, n_ranks, n_microbatches, depth):
     """ZB-H1 if depth is 1; ZB-H2 if it is 2, with twice as many forwards before the first backward."""
     first_b = depth * (n_ranks - 1 - rank)
-    # The same on all ranks. Later, and they would keep more microbatches than rank 0, where B comes last;
-    # earlier, and no W would be left to fill the end.
+    # On all ranks the round of rank 0's first B. Any later, and more microbatches would be in flight; any
+    # earlier, and no W would be left to fill a rank's end.
     first_w = depth * (n_ranks - 1)
     ops = ""
     for i in range(first_w + n_microbatches):  # rounds: F alone, F B, F B W, B W, W alone
@@ -254,7 +254,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # so that there is one, if all are frozen
+        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # in case a rank has no gradient to count
         for param in self.parameters():
             if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
                 grads.append(param.grad)
