@@ -153,9 +153,9 @@ def split_tensors(model, mesh):
             run = 1 if name == "tokens" else model.tokens.embedding_dim // mesh.tp
             for param in layer.parameters():
                 if param.dim() > dim:  # a row-parallel layer's bias is not split: all have it
-                    runs = torch.arange(param.shape[dim]) // run
-                    is_own = runs % mesh.tp == mesh.tp_rank
-                    param.part = (..., is_own) if dim else is_own  # of the unsplit parameter
+                    runs = np.arange(param.shape[dim]) // run
+                    own = np.flatnonzero(runs % mesh.tp == mesh.tp_rank)
+                    param.part = (..., own) if dim else own  # of the unsplit parameter
                     param.data = param.detach()[param.part]
 
 
@@ -310,7 +310,7 @@ class Parallel3D:
             self._send(x.grad, mesh.gradient_group, mesh.pp_rank - 1)
 
     def _send(self, tensor, group, stage):
-        if group in self.sent:  # in 1F1B it has arrived by now; to wait frees its tensor
+        if group in self.sent:  # in 1F1B it should have arrived; to wait frees its tensor
             self.sent[group].wait()
         self.sent[group] = dist.isend(tensor, group=group, group_dst=stage)
 
