@@ -3,47 +3,51 @@
 Idea
     N = p x d x t ranks: p pipeline stages (pipeline.py), d replicas of each stage, which have their own parts
     of the batch (ddp.py), and t ranks that split the layers of a replica (tensor_parallel.py). These t send
-    most, 4 sums in a block, so they are neighbours, on one node. A stage sends one output, or gradient, for
-    all its blocks, so stages may be far apart (Megatron-LM, arXiv 2104.04473, section 3).
+    most, 4 sums for each block and microbatch, so they are neighbours, on one node. A stage sends one output,
+    or gradient, for all its blocks, so stages may be far apart (Megatron-LM, arXiv 2104.04473, section 3).
     The three techniques are those of their own lessons, in short. New here: Mesh, with a group for each axis,
-    and the order of sums: a gradient that two stages share is added up over these, then over the replicas.
+    and the order in which these groups add up.
 
-Timeline (a step of 2 x 2 x 2 ranks)
+Timeline (a step of 2 x 2 x 2 ranks; which ranks add up what)
     stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3
     stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
-    In 1F1B order: tensor-parallel sums between ranks 0 and 1, messages between 0 and 4; in the last backward
-    gradients between 0 and 2, layer by layer. Then the loss, of all ranks; the embedding's gradient, between
-    0 and 4, then 0 and 2; the norm, of all; the update; with --zero 1 the weights, between 0 and 2.
+    1. In 1F1B order, layers' outputs and their inputs' gradients: 0 + 1; messages go between 0 and 4
+    2. While the last backward runs: gradients 0 + 2, layer after layer
+    3. The loss: all ranks
+    4. The embedding's gradient, which is also the head's: 0 + 4, then 0 + 2
+    5. The squares of the gradients' norm: all ranks
+    6. The update; with --zero 1, 0 and 2 each update a half of the weights and gather the other
 
 Memory (bytes; R parameters on the rank that has most; activations are of 1/p of the blocks, p microbatches)
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0; g = 1 over gloo, which copies gradients, else 0
+    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
     parameters    (w+c)R
-    gradients     (w+c)R               in bf16 also the masters'
+    gradients     (w+c)R               in bf16 also the masters' gradients
     optimizer     KR
     parameters    (w+c/d)R             with --zero 1 (if d > 1): each master on one replica
-    gradients     (w+gw+(w+c)/d)R      with --zero 1: all, gloo's copy, the shard's sum, its master's
+    gradients     (w+gw+(w+c)/d)R      with --zero 1: all, a copy over gloo (g = 1, else 0), 1/d of the sums
     optimizer     KR/d                 with --zero 1
 
 Sent (bytes, by the rank that sends most, in each step of k microbatches, along each axis; // rounds down)
-    tensor        2kbs((4L+1+1//p)wh+3m)(t-1)/t   4 sums a block, head, loss; embedding if p = 1
-    pipeline      min(2,p-1)kwbsh                 to the next stage outputs, back gradients
-    tie           min(1,p-1)wh((v+t-1)//t)        all-reduce of the embedding's gradient, if p > 1
+    tensor        2kbs((4L+1+1//p)wh+3m)(t-1)/t   4 sums a block; head, loss; embedding if p = 1
+    pipeline      min(2,p-1)kwbsh                 outputs to the next stage, gradients to the one before
+    tie           min(1,p-1)wh((v+t-1)//t)        the embedding's gradient, of v/t tokens, rounded up
     data          2wR(d-1)/d                      all-reduce, or reduce-scatter (more on gloo) and all-gather
     L blocks of the last stage, h width, v vocabulary; b sequences of s tokens; m = 4, in fp64 8
 
 Run
     torchrun --nproc_per_node=8 parallel_3d.py
-    torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
+    torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16  # 25 is odd
 
 Left out
     Refused: a second clip_grad_norm_() without update(); frozen parameters; targets to ignore, such as -100.
-    Not noticed: ranks that draw other models; two forward_backward() in a step; torch's clip_grad_norm_.
+    Not noticed: ranks of a replica with other batches (as of a DistributedSampler), or that draw other
+    models; another number of microbatches or tokens on one; a step without clip_grad_norm_(), which ends
+    the sums, or without each bucket's update(); two forward_backward() in a step; torch's clip_grad_norm_.
     Not handled: dropout, sequence parallelism, other schedules, ZeRO-2 and 3; other models: see the lessons.
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -53,14 +57,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
+import torch.distributed.nn  # keep: imported later, by torch.optim, it keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11's name
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-identity = nn.Identity()
-MAX_SENT = 4  # messages that a rank may keep because they have not arrived yet
 
 
 class Mesh:
@@ -70,64 +72,51 @@ class Mesh:
 
     def __init__(self, ranks):
         self.pp, self.dp, self.tp = ranks.shape
-        places = np.argwhere(ranks == dist.get_rank())
-        self.pp_rank, self.dp_rank, self.tp_rank = places[0].tolist()
+        self.pp_rank, self.dp_rank, self.tp_rank = np.argwhere(ranks == dist.get_rank())[0].tolist()
         self.is_first = self.pp_rank == 0
         self.is_last = self.pp_rank == self.pp - 1
-        # Two, as NCCL runs a group's messages in order: a send could wait behind a receive that needs it.
+        # Two groups, as NCCL runs a group's messages in order. Neighbours send each other an output and a
+        # gradient at the same time: in one group, both could wait for the other to receive first.
         self.output_group = self.group(ranks, 0, "pipeline")
         self.gradient_group = self.group(ranks, 0, "pipeline")
         self.dp_group = self.group(ranks, 1, "data")
         self.tp_group = self.group(ranks, 2, "tensor")
-        self.tie_group = None
-        if self.pp > 1:  # the first and the last stage have the same embedding
-            self.tie_group = self.group(ranks[[0, -1]], 0, "tie")
+        # The first and the last stage have the same embedding.
+        self.tie_group = self.group(ranks[[0, -1]], 0, "tie") if self.pp > 1 else None
 
     def group(self, ranks, axis, name):
-        lines = np.moveaxis(ranks, axis, -1)
-        lines = lines.reshape(-1, lines.shape[-1]).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(lines, group_desc=name)  # all ranks create all groups
+        lines = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), group_desc=name)  # all ranks create all
         return group
 
-    def tp_sum(self, x):  # P -> I
+    def tp_sum(self, x):
+        """The sum of the tensor group's x. Autograd sees a copy of x, and passes the gradient on."""
         total = x.clone()
-        dist.all_reduce(total, group=self.tp_group)
+        dist.all_reduce(total.detach(), group=self.tp_group)
         return total
 
 
-# Letters say how a tensor differs over a tensor group (the notation of spmd_types). V: it varies. P: it is a
-# rank's part of a sum. R: it is the same on all ranks, and its gradient is P. I: so are it and its gradient.
-class Conjugate(torch.autograd.Function):
-    """x -> forward(x), and its gradient -> backward(gradient), such as Megatron-LM's conjugate f and g."""
-
-    @staticmethod
-    def forward(ctx, x, forward, backward):
-        ctx.gradient_function = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.gradient_function(gradient), None, None
-
-
-def column_parallel(linear, mesh, x):  # (b, s, h) -> (b, s, out/t), V
-    x = Conjugate.apply(x, identity, mesh.tp_sum)  # I -> R
+def column_parallel(linear, mesh, x):
+    """x (b, s, h), the same on all t ranks -> (b, s, out/t), other features on each."""
+    x = x.view_as(x)
+    x.register_hook(mesh.tp_sum)  # each rank has a part of the gradient of x, that of its features
     return F.linear(x, linear.weight, linear.bias)
 
 
-def row_parallel(linear, mesh, x):  # V, (b, s, in/t) -> P -> I; the bias after the sum, once
-    return Conjugate.apply(F.linear(x, linear.weight), mesh.tp_sum, identity) + linear.bias
+def row_parallel(linear, mesh, x):
+    """x (b, s, in/t) -> (b, s, h), the same on all t ranks. The bias is added after the sum, once."""
+    return mesh.tp_sum(F.linear(x, linear.weight)) + linear.bias
 
 
 def vocab_parallel(embedding, mesh, tokens):
     is_here = tokens % mesh.tp == mesh.tp_rank  # dealt out, so that t need not divide the vocabulary
     found = F.embedding(tokens // mesh.tp * is_here, embedding.weight)
     found = found * is_here.unsqueeze(-1)  # 0 on ranks that do not have the token
-    return Conjugate.apply(found, mesh.tp_sum, identity)  # P -> I
+    return mesh.tp_sum(found)
 
 
 def parallel_loss(mesh, logits, targets):
-    """Mean cross-entropy, in fp32 or fp64, of this rank's logits (b, s, v/t), V, and targets (b, s)."""
+    """Mean cross-entropy, in fp32 or fp64, of this rank's logits (b, s, v/t) and targets (b, s)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own_lse = logits.logsumexp(-1)
     # All logits are taken relative to the largest of the ranks' log-sum-exps, so that no exp() overflows.
@@ -138,38 +127,44 @@ def parallel_loss(mesh, logits, targets):
     column = targets // mesh.tp * is_here
     own_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - largest
     partials = torch.stack([own_sum, own_logit * is_here])
-    total, target_logit = Conjugate.apply(partials, mesh.tp_sum, identity)  # P -> I
+    total, target_logit = mesh.tp_sum(partials)
     return (total.log() - target_logit).mean()
 
 
-SPLITS = {"tokens": vocab_parallel, "qkv": column_parallel, "up": column_parallel}  # along the weight's rows
-SPLITS |= {"proj": row_parallel, "down": row_parallel}  # along its columns
+SPLITS = {  # layer: (forward, the weight's dimension that is split)
+    "tokens": (vocab_parallel, 0),
+    "qkv": (column_parallel, 0),
+    "proj": (row_parallel, 1),
+    "up": (column_parallel, 0),
+    "down": (row_parallel, 1),
+}
 
 
 def split_tensors(model, mesh):
-    """Keep this rank's part of each layer: every t-th token, every t-th run of h/t features.
-    For t = 2, qkv's runs are q0 q1 k0 k1 v0 v1, of which rank 0 keeps q0 k0 v0, those of its heads."""
+    """Keep this rank's part of each layer: every t-th token, every t-th run of h/t features, so that down's
+    inputs are up's outputs. For t = 2, qkv has runs q0 q1 k0 k1 v0 v1; rank 0 keeps q0 k0 v0, its heads'."""
     for block in model.blocks:
         block.heads //= mesh.tp
     for name, layer in model.named_modules():
         name = name.split(".")[-1]
         if name in SPLITS:
-            layer.forward = partial(SPLITS[name], layer, mesh)
-            dim = int(SPLITS[name] is row_parallel)
+            forward, dim = SPLITS[name]
+            layer.forward = partial(forward, layer, mesh)
             run = 1 if name == "tokens" else model.tokens.embedding_dim // mesh.tp
             for param in layer.parameters():
-                if dim < param.dim():  # else it is a row-parallel layer's bias, which all have
+                if param.dim() > dim:  # a row-parallel layer's bias is not split: all have it
                     runs = np.arange(param.shape[dim]) // run
-                    indices = np.flatnonzero(runs % mesh.tp == mesh.tp_rank)
-                    param.part = (..., indices) if dim else indices  # of the unsplit parameter
+                    own = np.flatnonzero(runs % mesh.tp == mesh.tp_rank)
+                    param.part = (..., own) if dim else own  # of the unsplit parameter
                     param.data = param.detach()[param.part]
 
 
 def stage_of(model, mesh):
     """This rank's layers. The head is the embedding, which first and last stage both hold."""
-    sizes = [(len(model.blocks) + stage) // mesh.pp for stage in range(mesh.pp)]
-    start = sum(sizes[: mesh.pp_rank])
-    layers = list(model.blocks[start : start + sizes[mesh.pp_rank]])
+    n = len(model.blocks)
+    start = n * mesh.pp_rank // mesh.pp
+    end = n * (mesh.pp_rank + 1) // mesh.pp
+    layers = list(model.blocks[start:end])
     if mesh.is_first:
         positions = model.positions
         positions.forward = lambda x: x + positions.weight
@@ -183,7 +178,8 @@ def stage_of(model, mesh):
 
 
 class Bucket:
-    """A layer's split parameters, or its others, as views of flat_param. A rank updates shard, all or 1/d."""
+    """A layer's split parameters, or its unsplit ones, as views of flat_param. They are two buckets, because
+    the norm counts them in two ways. The optimizer gets shard: all of flat_param or, with --zero 1, 1/d."""
 
     def __init__(self, params, mesh, zero, is_tied):
         self.mesh = mesh
@@ -191,23 +187,23 @@ class Bucket:
         self.is_tied = is_tied
         self.n_params = len(params)
         flat = nn.utils.parameters_to_vector(params).detach()
-        padding = -len(flat) % self.n_shards
-        self.flat_param = F.pad(flat, (0, padding))
+        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))
         self.flat_grad = torch.zeros_like(self.flat_param)
         for param in params:
             param.grad = torch.empty_like(param)
             param.register_post_accumulate_grad_hook(self._gradient_ready)
+        # Each parameter and gradient becomes a view.
         nn.utils.vector_to_parameters(self.flat_param, params)
         nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
         wide = torch.promote_types(flat.dtype, torch.float32)
         self.shard = nn.Parameter(self.own_part(self.flat_param).to(wide))  # of bf16 a copy, else a view
-        # For the norm all ranks' squares are added up: those of a shard that n_copies ranks have, divided.
+        # So many ranks have this same shard. Each adds its square, divided by their number, to the norm's.
         self.n_copies = mesh.dp // self.n_shards * (1 + is_tied)
         if not hasattr(params[0], "part"):
             self.n_copies *= mesh.tp
 
     def own_part(self, flat):
-        return flat.chunk(self.n_shards)[self.mesh.dp_rank % self.n_shards]
+        return flat.chunk(self.n_shards)[self.mesh.dp_rank % self.n_shards]  # n_shards is 1 or d
 
     def _gradient_ready(self, _):
         self.pending -= 1
@@ -225,7 +221,9 @@ class Bucket:
 
     def finish_sum(self):
         assert self.shard.grad is None, "call each bucket's update() between two clip_grad_norm_()"
-        if self.pending:  # it is tied, or a parameter had no gradient, which counts as 0
+        if self.is_tied:  # first add up the gradients of the two stages, then those of the replicas
+            dist.all_reduce(self.flat_grad, group=self.mesh.tie_group)
+        if self.pending:  # is_tied, or a parameter got no gradient, so its hook did not run
             self.start_sum()
         self.work.wait()
         self.grad /= self.mesh.dp
@@ -251,33 +249,36 @@ class Parallel3D:
         split_tensors(model, mesh)
         self.stage = stage_of(model, mesh).to(device, dtype)
         here = set(self.stage.parameters())
-        self.params = {name: param for name, param in model.named_parameters() if param in here}
+        self.params = {}
         groups = {}
-        for name, param in self.stage.named_parameters():
-            layer = name.split(".")[0]
-            key = layer, hasattr(param, "part")
-            groups.setdefault(key, []).append(param)
-        tied = model.tokens.weight if mesh.tie_group else None
+        for name, param in model.named_parameters():
+            if param in here:
+                self.params[name] = param
+                layer = name.rsplit(".", 2)[0]  # such as blocks.3
+                groups.setdefault((layer, hasattr(param, "part")), []).append(param)
+        tied = model.tokens.weight if mesh.pp > 1 else None
         self.buckets = [Bucket(params, mesh, zero, params[0] is tied) for params in groups.values()]
         self.shards = [bucket.shard for bucket in self.buckets]
 
     def forward_backward(self, batches):
-        """1F1B over this replica's microbatches (inputs, targets). Returns the mean loss of all replicas."""
+        """1F1B over a replica's microbatches (inputs, targets), the same on its p x t ranks. Returns the mean
+        loss of all replicas."""
         mesh = self.mesh
         self.loss = self.shards[0].new_zeros((), dtype=torch.float64)
-        self.sent = []  # the work of each send
+        self.sent = {}  # {group: the work of its latest send}
         self.in_flight = []
-        for bucket in self.buckets:  # the sum starts with the last gradient; a tied one's in clip_grad_norm_
+        for bucket in self.buckets:
+            # A sum starts with the last of these gradients. One more for a tied bucket: see finish_sum().
             bucket.pending = bucket.n_params * len(batches) + bucket.is_tied
+        # Until the first gradient can come back, run forwards alone, to fill the stages after this one.
         n_warmup = mesh.pp - 1 - mesh.pp_rank
-        for batch in batches[:n_warmup]:
+        for i, batch in enumerate(batches):
             self._forward(*batch, len(batches))
-        for batch in batches[n_warmup:]:
-            self._forward(*batch, len(batches))
-            self._backward()
+            if i >= n_warmup:
+                self._backward()
         while self.in_flight:
             self._backward()
-        for work in self.sent:
+        for work in self.sent.values():
             work.wait()
         dist.all_reduce(self.loss)  # only ranks of the last stage have one, t of them the same
         return self.loss / (mesh.dp * mesh.tp)
@@ -286,8 +287,7 @@ class Parallel3D:
         mesh = self.mesh
         x = inputs
         if not mesh.is_first:
-            shape = *inputs.shape, self.width
-            x = self.buckets[0].flat_param.new_empty(shape)
+            x = self.buckets[0].flat_param.new_empty(*inputs.shape, self.width)
             dist.recv(x, group=mesh.output_group, group_src=mesh.pp_rank - 1)
             x.requires_grad_()
         y = self.stage(x)
@@ -310,20 +310,18 @@ class Parallel3D:
             self._send(x.grad, mesh.gradient_group, mesh.pp_rank - 1)
 
     def _send(self, tensor, group, stage):
-        self.sent.append(dist.isend(tensor, group=group, group_dst=stage))
-        if len(self.sent) > MAX_SENT:
-            self.sent.pop(0).wait()  # frees the tensor; a rank too far ahead waits here
+        if group in self.sent:  # in 1F1B it should have arrived; to wait frees its tensor
+            self.sent[group].wait()
+        self.sent[group] = dist.isend(tensor, group=group, group_dst=stage)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Finish the gradients' sums, clip the shards' gradients to max_norm. Returns the norm before."""
         for bucket in self.buckets:
-            if bucket.is_tied:  # add up both stages' gradients, then, in finish_sum(), those of all replicas
-                dist.all_reduce(bucket.flat_grad, group=self.mesh.tie_group)
             bucket.finish_sum()
         grads = [shard.grad for shard in self.shards]
         norms = torch._foreach_norm(grads, dtype=torch.float64)
-        squares = torch.zeros_like(self.loss)
+        squares = self.loss.new_zeros(())
         for norm, bucket in zip(norms, self.buckets):
             squares += norm.square() / bucket.n_copies
         dist.all_reduce(squares)
@@ -335,7 +333,7 @@ class Parallel3D:
         """The plain model's state_dict. All ranks must call it."""
         state_dict = {}
         for name, shape in self.shapes.items():
-            # Each rank fills in its part, if it has one; what is -inf has its maximum on another rank.
+            # Each rank fills its part, if it has one, into a tensor of -inf. The maximum is the whole.
             full = state_dict[name] = self.buckets[0].flat_param.new_full(shape, -torch.inf)
             if name in self.params:
                 param = self.params[name]
@@ -346,14 +344,14 @@ class Parallel3D:
 
 def train(config):
     world_size = int(os.getenv("WORLD_SIZE") or 1)
-    config.tp = config.tp or math.gcd(2, world_size)
-    config.pp = config.pp or math.gcd(2, world_size // config.tp)
-    config.dp = world_size // (config.tp * config.pp)
+    config.tp = config.tp or 2 - world_size % 2
+    config.pp = config.pp or 2 - world_size // config.tp % 2
     if world_size % (config.tp * config.pp):
         refuse(f"--tp {config.tp} x --pp {config.pp}: must divide the {world_size} ranks")
     if config.heads % config.tp or config.layers < config.pp:
         refuse(f"--heads must be a multiple of --tp {config.tp}, --layers at least --pp {config.pp}")
-    ranks = np.arange(world_size).reshape(config.pp, config.dp, config.tp)
+    ranks = np.arange(world_size).reshape(config.pp, -1, config.tp)
+    config.dp = ranks.shape[1]
     device, text = set_up(config, f" | zero {config.zero} | stages x replicas x parts:\n{ranks}", config.dp)
     mesh = Mesh(ranks)
     parallel = Parallel3D(GPT(config), mesh, config.zero, device, DTYPES[config.dtype])

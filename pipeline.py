@@ -23,9 +23,9 @@ Timeline (1f1b on 4 ranks; F3 is the forward of microbatch 3, B3 its backward; .
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
 
 Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
-    parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
-    gradients     wR+3cG/2      in bf16, MasterWeights makes temporary copies, of G gradients at a time
-    optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
+    parameters    (w+c)R        w = 4 in fp32, 2 in bf16, 8 in fp64; c = 4 in bf16, for master weights, else 0
+    gradients     wR+3cG/2      in bf16, MasterWeights copies G gradients at a time, in 2 + 4 bytes
+    optimizer     KR            K = 8 for Adam's two moments (in fp64 16), 0 for SGD
 
 Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
     send          min(2C,(2C-1)(N-1))kwbsh    outputs and gradients of C stages; C = 2 if interleaved, else 1
@@ -61,7 +61,7 @@ from torch.autograd.graph import get_gradient_edge
 
 Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward
 NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
-MAX_SENT = 4  # messages that a rank may keep because they have not arrived yet
+MAX_SENT = 4  # messages that a rank may keep until they arrive; any small number
 
 
 def naive(rank, n_ranks, n_microbatches):
@@ -272,7 +272,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # so that there is one, if all are frozen
+        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # in case a rank has no gradient to count
         for param in self.parameters():
             if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
                 grads.append(param.grad)

@@ -7,8 +7,8 @@ Idea
     4.2.2). New beside tensor_parallel.py: start_all_gather, start_reduce_scatter, sum_replicated.
 
 Timeline (backward of an MLP; in forward, nothing can be computed while tokens or sums travel)
-    compute |                     | down, gelu, up (x's gradient) | up (gradients of weight, bias) | norm, ...
-    network | gather the gradient | all-gather of x               | reduce-scatter x's gradient    |
+    compute |                     | down, gelu | up (x's gradient) | up (gradients of weight, bias) | norm
+    network | gather the gradient |            | all-gather of x   | reduce-scatter x's gradient    |
 
 Memory (bytes on each of N ranks)
     P parameters, r = (6L+2)h of them replicated: norms, biases added after a sum
@@ -16,11 +16,11 @@ Memory (bytes on each of N ranks)
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
     K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
     m bytes of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
-    G gradients that MasterWeights copies at a time, in 2 + 4 bytes: 2^24, or the largest tensor's if more
     parameters    (w+c)((P-r)/N+r)
-    gradients     w((P-r)/N+r)+3cG/2
+    gradients     w((P-r)/N+r)+3cG/2   MasterWeights copies G at a time: 2^24, or the largest tensor's
     optimizer     K((P-r)/N+r)
     activations   bs(2m+((16L+2)wh+(4L+4+aL+v)m)/N)   all is split but 2 numbers of each token's loss
+    In tensor_parallel.py 4L+2 of these 16L+2 are not divided by N: on 8 ranks that is 2.75 times as much.
 
 Sent (bytes, by each rank in each step of k microbatches)
     reduce-scatter    kbs((4L+2)wh+2m)(N-1)/N    forward: 2L+1 sums, backward: 2L+1; each loss's 2 numbers
@@ -36,7 +36,7 @@ Left out
     Wrong, and not noticed: a split weight used outside of its layer, as by GPT's head (see ParallelGPT);
     heads that N does not divide; a wrong number of stacked matrices; an optimizer for whole matrices (Muon);
     torch's clip_grad_norm_ and state_dict(), which know only this rank's part; gradients of gradients.
-    So are different batches; a loss not divided by N; equal seeds for dropout; no sum_replicated(), or two.
+    Also: different batches; a loss not divided by N; equal seeds for dropout; no sum_replicated(), or two.
     Not handled: data parallelism beside it; creating the weights already split, not all of them first;
     outside of the split layers, what does not treat each token alone; lengths that N does not divide.
 """
@@ -52,17 +52,43 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
+import torch.distributed.nn  # keep: imported later, by torch.optim, it keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11's name
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# Letters in comments say how a tensor differs over ranks (the notation of spmd_types). V: it varies, as does
-# its gradient. P: it is this rank's part of a sum over ranks. R: all ranks have the same, but use it for
-# different things, so its gradient is P; and that of a P is R. I: they have the same, and so is the gradient.
+# A tensor over ranks may be: varying, if each rank has another part of it, as of its gradient; partial, if
+# each has a part of a sum; replicated, if all have the same, but use it for different things, so that its
+# gradient is partial (and that of a partial tensor is replicated).
+
+
+def start_all_gather(x):
+    """Start to gather all ranks' x (b, s/N, h). Returns a function that waits, and returns (b, s, h)."""
+    n_ranks = dist.get_world_size()
+    shards = x.new_empty(n_ranks * len(x), *x.shape[1:])  # (Nb, s/N, h)
+    work = all_gather(shards, x.contiguous(), async_op=True)
+
+    def wait():
+        work.wait()
+        return torch.cat(shards.chunk(n_ranks), 1)
+
+    return wait
+
+
+def start_reduce_scatter(x):
+    """Start to add up all ranks' x (b, s, h). Returns a function that waits, and returns (b, s/N, h)."""
+    parts = x.chunk(dist.get_world_size(), 1)
+    received = x.new_empty(parts[0].shape)
+    work = reduce_scatter(received, torch.cat(parts), async_op=True)
+
+    def wait():
+        work.wait()
+        return received
+
+    return wait
 
 
 class GatherTokens(torch.autograd.Function):
@@ -70,11 +96,11 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return start_all_gather(x)()  # V -> R
+        return start_all_gather(x)()  # varying -> replicated
 
     @staticmethod
-    def backward(ctx, grad):  # this rank's part of the sum
-        return start_reduce_scatter(grad)()  # P -> V
+    def backward(ctx, grad):
+        return start_reduce_scatter(grad)()  # partial -> varying
 
 
 class SumPartials(torch.autograd.Function):
@@ -82,16 +108,16 @@ class SumPartials(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return start_reduce_scatter(x)()  # P -> V
+        return start_reduce_scatter(x)()  # partial -> varying
 
     @staticmethod
     def backward(ctx, grad):
-        return start_all_gather(grad)()  # V -> R
+        return start_all_gather(grad)()  # varying -> replicated
 
 
 def naive_mlp(x, up, down):
-    """All of it, if time and memory do not matter: x (b, s/N, h), up (4h/N, h) and down (h, 4h/N) are V."""
-    x = GatherTokens.apply(x)  # V -> R
+    """All of it, if time and memory do not matter: x (b, s/N, h), up (4h/N, h) and down (h, 4h/N) vary."""
+    x = GatherTokens.apply(x)  # (b, s, h)
     hidden = F.gelu(x @ up.T)  # (b, s, 4h/N): some of the features, but with their final values
     return SumPartials.apply(hidden @ down.T)
 
@@ -110,46 +136,20 @@ class ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return F.linear(start_all_gather(x)(), weight, bias)  # V -> R -> V
+        return F.linear(start_all_gather(x)(), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):  # (b, s, out/N)
         x, weight = ctx.saved_tensors
-        # All of x travels while this rank computes the gradient of x, a partial sum. That travels while this
-        # rank computes the gradient of its weight, which needs all of x.
-        wait_for_x = start_all_gather(x)  # V
-        wait_for_grad_x = start_reduce_scatter(grad @ weight)  # P
-        x = wait_for_x()  # R
+        # All tokens of x travel while this rank computes the gradient of x, a partial sum. That travels while
+        # this rank computes the gradient of its weight, which needs all tokens of x.
+        wait_for_x = start_all_gather(x)
+        wait_for_grad_x = start_reduce_scatter(grad @ weight)
+        all_x = wait_for_x()
         grad = grad.flatten(0, -2)
-        grad_weight = grad.T @ x.flatten(0, -2)
+        grad_weight = grad.T @ all_x.flatten(0, -2)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return wait_for_grad_x(), grad_weight, grad_bias  # V
-
-
-def start_all_gather(x):
-    """Start to gather all ranks' x (b, s/N, h), V. Returns what waits for it, and returns (b, s, h), R."""
-    shards = x.new_empty(dist.get_world_size(), *x.shape)
-    work = all_gather(shards, x[None].contiguous(), async_op=True)
-
-    def wait():
-        work.wait()
-        return shards.movedim(0, 1).flatten(1, 2)
-
-    return wait
-
-
-def start_reduce_scatter(x):
-    """Start to add up all ranks' x (b, s, h), P. Returns what waits for it, and returns (b, s/N, h), V."""
-    given = torch.stack(x.chunk(dist.get_world_size(), 1))
-    gloo = dist.get_backend() == "gloo"  # its reduce-scatter sends twice as much as an all-to-all and sum(0)
-    received = torch.empty_like(given if gloo else given[:1])
-    work = (dist.all_to_all_single if gloo else reduce_scatter)(received, given, async_op=True)
-
-    def wait():
-        work.wait()
-        return received.sum(0)
-
-    return wait
+        return wait_for_grad_x(), grad_weight, grad_bias
 
 
 def column_parallel(linear, x):
@@ -179,7 +179,7 @@ def parallel_cross_entropy(logits, targets, vocab):
     the sum, to which each rank adds its part, and the target's logit, which one of the ranks has."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own_lse = logits.logsumexp(-1)
-    # All logits are taken relative to the largest of the ranks' log-sum-exps, so that no exp() overflows.
+    # No exp() overflows relative to the largest of the ranks' log-sum-exps, which cancels out in the loss.
     largest = own_lse.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     own_sum = (own_lse - largest).exp()
@@ -209,7 +209,7 @@ def own_range(size):
 # GPT's head is no layer: it uses the weight of `tokens`. See ParallelGPT, at the end of this file.
 PLAN = {
     "tokens": (vocab_parallel, 0, 1),
-    "positions": (vocab_parallel, 0, 1),  # its rows; ParallelGPT uses just the weight
+    "positions": (vocab_parallel, 0, 1),  # by rows: a rank has those of its tokens; its forward is not used
     "blocks.*.qkv": (column_parallel, 0, 3),  # q, k, v
     "blocks.*.proj": (row_parallel, 1, 1),
     "blocks.*.up": (column_parallel, 0, 1),
@@ -221,8 +221,9 @@ class SequenceParallel:
     """Splits the layers of a module that a plan such as PLAN names, in place.
 
     The caller must divide by N the sizes in a forward() that depend on a split, such as the number of heads;
-    nothing checks this. All ranks get the same batch; between split layers x is (b, s/N, h). A rank calls
-    backward() of its share of the mean loss; once in a step sum_replicated(); and then clip_grad_norm_."""
+    nothing checks this. All ranks get the same batch; between split layers x is (b, s/N, h). In a step, call
+    backward() of each microbatch's loss, the mean over this rank's tokens divided by N; then
+    sum_replicated(), once; then clip_grad_norm_()."""
 
     def __init__(self, module: nn.Module, plan: dict[str, tuple]):
         self.module = module
@@ -247,7 +248,7 @@ class SequenceParallel:
         check_plan(module, plan, planned, self.split)
 
     def sum_replicated(self):
-        """Add up the gradients of replicated parameters, of which each rank has its tokens' part: P -> I."""
+        """Add up the gradients of replicated parameters, to which each rank's tokens have contributed."""
         for param in self.module.parameters():
             if param.grad is not None and param not in self.split:
                 dist.all_reduce(param.grad)
@@ -310,6 +311,7 @@ def check_plan(module, plan, planned, split):
         if pattern not in planned.values():
             raise ValueError(f"no layer is split by {pattern}: mend the plan")
     for name, param in module.named_parameters():
+        # Without q, k and v in the plan, for instance, attention would be among a rank's own tokens.
         if param.dim() > 1 and param not in split:
             raise ValueError(f"{name} would see s/N tokens: plan its layer")
 
@@ -333,10 +335,10 @@ def train(config):
         for inputs, targets in microbatches(config, text, step, device):
             # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
             losses = parallel_cross_entropy(model(inputs), targets, config.vocab)
-            microloss = losses.mean() / world_size / config.accum  # P
+            microloss = losses.mean() / world_size / config.accum
             microloss.backward()
             loss += microloss.detach()
-        dist.all_reduce(loss)  # P -> I
+        dist.all_reduce(loss)  # of which each rank has its tokens' part
         parallel.sum_replicated()
         grad_norm = parallel.clip_grad_norm_(config.clip)
         optimizer.step()
@@ -507,7 +509,7 @@ class ParallelGPT(GPT):
     """GPT with another head: F.linear would not add up its input's gradients. Logits are (b, s, v/N)."""
 
     def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight  # both of this rank's s/N tokens
+        x = self.tokens(tokens) + self.positions.weight  # of this rank's tokens
         for block in self.blocks:
             x = block(x)
         return ColumnParallelLinear.apply(self.norm(x), self.tokens.weight, None)

@@ -2,13 +2,15 @@
 
 Idea
     Backward computes two things: B, the gradient of a stage's input, for which the stage before waits, and W,
-    the gradients of its weights, for which nobody waits. 1F1B does both at once. Here W waits until a rank
-    would be idle (Zero Bubble, arXiv 2401.10241, section 2). New beside pipeline.py: zero_bubble,
-    deferred_linear, _weight_gradients. On N ranks, if F (a forward), B and W take a turn each, and k >= 2N-1:
+    the gradients of its weights, for which nobody waits. 1F1B does both at once. Here W comes some rounds
+    after B, so that it is left for the end of a step, when a rank would wait for Bs (Zero Bubble, arXiv
+    2401.10241, section 2). New beside pipeline.py: zero_bubble, deferred_linear, _weight_gradients. The rest
+    is that lesson's. On N ranks, if F (a forward), B and W take a turn each, and k >= 2N-1 microbatches:
 
                    in flight            idle
       zb-h1        N, from F to W       N-1 turns in a step (1F1B: 3(N-1)): to begin, and to wait for Bs
-      zb-h2        2N-1                 N-1 turns in a step, too: to begin, and to wait for others at the end
+      zb-h2        2N-1                 N-1 turns, too: to begin, and at the end, to wait for other ranks
+                                        before the update, which section 4 avoids
 
 Timeline (zb-h1 on 4 ranks; F3 is the forward of microbatch 3, B3 and W3 its backward; . is idle)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
@@ -17,13 +19,13 @@ Timeline (zb-h1 on 4 ranks; F3 is the forward of microbatch 3, B3 and W3 its bac
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
 
 Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
-    parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
-    gradients     wR+3cG/2      in bf16, MasterWeights makes temporary copies, of G gradients at a time
-    optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
+    parameters    (w+c)R        w = 4 in fp32, 2 in bf16, 8 in fp64; c = 4 in bf16, for master weights, else 0
+    gradients     wR+3cG/2      in bf16, MasterWeights copies G gradients at a time, in 2 + 4 bytes
+    optimizer     KR            K = 8 for Adam's two moments (in fp64 16), 0 for SGD
     From B to W a microbatch keeps two tensors for each linear layer: its input, and its output's gradient.
 
 Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
-    send          min(2,N-1)kwbsh             outputs, gradients, or between two ranks both; none if N is 1
+    send          min(2,N-1)kwbsh             to the next rank outputs, to the one before gradients
     all-reduce    min(1,N-1)wvh               gradients of the embedding, which the head uses as its weight
 
 Run
@@ -33,9 +35,9 @@ Run
 Left out
     Refused: messages of several tensors or shapes; gradients that add up over several step(); other
     numbers of microbatches than the schedule has; a step() after one that failed.
-    Not noticed: a linear layer's input that is changed in place; targets to ignore; torch's clip_grad_norm_.
-    Not handled: what pipeline.py does not; an update that does not wait for all ranks (section 4: then zb-h2
-    is never idle); W of layers other than nn.Linear, for which B computes all gradients.
+    Not noticed: a linear layer's input that is changed in place; hooks on its weight, which never run, such
+    as ddp.py's; a weight that is computed (old weight_norm); targets to ignore; torch's clip_grad_norm_.
+    Not handled: what pipeline.py does not; W of layers other than nn.Linear, for which B computes all.
 """
 
 import argparse
@@ -50,20 +52,21 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
+import torch.distributed.nn  # keep: imported later, by torch.optim, it keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward
+Action = namedtuple("Action", "op stage microbatch")  # op: F, B or W
 NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
-MAX_SENT = 4  # messages that a rank may keep because they have not arrived yet
+MAX_SENT = 4  # messages that a rank may keep until they arrive; any small number
 
 
 def zero_bubble(rank, n_ranks, n_microbatches, depth):
     """ZB-H1 if depth is 1; ZB-H2 if it is 2, with twice as many forwards before the first backward."""
     first_b = depth * (n_ranks - 1 - rank)
-    # On all ranks alike: later, a rank would keep more than rank 0; earlier, no W would be left for the end.
+    # On all ranks the round of rank 0's first B. Any later, and more microbatches would be in flight; any
+    # earlier, and no W would be left to fill a rank's end.
     first_w = depth * (n_ranks - 1)
     ops = ""
     for i in range(first_w + n_microbatches):  # rounds: F alone, F B, F B W, B W, W alone
@@ -99,8 +102,8 @@ def split_layers(layers, n_stages):
 
 
 def deferred_linear(later, layer, x):
-    """A linear layer without W in its backward: autograd is not told of the weight. A hook, which gets the
-    output's gradient, notes what W needs in later[-1], of the B that runs. (The bias's gradient is cheap.)"""
+    """A linear layer without W in its backward: autograd is not told of the weight. A hook gets the output's
+    gradient and adds what W needs to later[-1], the list of the B that runs. (The bias is left to B.)"""
     output = F.linear(x, layer.weight.detach(), layer.bias)
     if layer.weight.requires_grad:
         output.requires_grad_()  # even if neither x nor the bias needs a gradient
@@ -150,10 +153,7 @@ class Pipeline(nn.Module):
         for layer in self.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(deferred_linear, self.later, layer)
-        # What NCCL needs. It runs messages between two ranks of a group in order: if F and B shared one, a
-        # send could wait behind a receive that needs that send. In the first step no receive is posted early:
-        # it blocks until its sender connects, and ranks could wait in a circle. Later one is. (A receive that
-        # waits occupies a part of the GPU: many could leave no room to compute.)
+        # For NCCL, as pipeline.py explains: a group for each direction, and no early receives in step 1.
         self.groups = {op: dist.new_group() for op in "FB"}
         self.ahead = 0  # receives posted early
         self.posted = deque()  # (work, buffer) of each receive
@@ -254,7 +254,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # so that there is one, if all are frozen
+        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # in case a rank has no gradient to count
         for param in self.parameters():
             if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
                 grads.append(param.grad)
@@ -299,7 +299,7 @@ def train(config):
     world_size = int(os.getenv("WORLD_SIZE") or 1)
     schedule = build_schedule(config.schedule, world_size, config.accum)
     n_stages = len(schedule)
-    if n_stages > config.layers + 4:
+    if n_stages > config.layers + 4:  # tokens, positions, norm, head
         refuse(f"--layers {config.layers}: too few for {n_stages} stages of --schedule {config.schedule}")
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])

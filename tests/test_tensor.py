@@ -179,9 +179,9 @@ def check_order(name):
         return call
 
     reduces = {"all_reduce": recorded("sum", dist.all_reduce)}
-    reduces["all_to_all_single"] = recorded("scatter", dist.all_to_all_single)
     if hasattr(lesson, "all_gather"):
         lesson.all_gather = recorded("gather", lesson.all_gather)
+        lesson.reduce_scatter = recorded("scatter", lesson.reduce_scatter)
     matmul = torch.Tensor.__matmul__
     noted = lambda *two: (log.append("matmul"), matmul(*two))[1]  # noqa: E731
     with mock.patch.multiple(dist, **reduces), mock.patch.object(torch.Tensor, "__matmul__", noted):
