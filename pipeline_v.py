@@ -143,8 +143,8 @@ class Pipeline(nn.Module):
         for layer in self.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(deferred_linear, self.later, layer)
-        # Groups for F and for B on each side of the V: NCCL runs messages between two ranks of a group in order,
-        # so in one group a send could wait behind a receive that needs that send.
+        # A group for F and one for B, on each side of the V: NCCL runs messages between two ranks of a group
+        # in order, so in one group a send could wait behind a receive that needs that send.
         self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
         # Receives posted early. In the first step none, as each blocks until its sender connects, and ranks
         # could wait in a circle. Later one. (Each occupies a part of the GPU while it waits.)
