@@ -78,7 +78,7 @@ fusion                | FlashAttention.forward | 40 | tile by tile, with a runni
 resume                | ShardedOptimizer.step | 25 | each rank updates its 1/N
 reshard               | intersections | 10 | of each run what lies between start and end, if anything does
 reshard-walk          | Resharding.plan Resharding.deliver | 30 | all ranks come to all messages in one order
-survive               | Members.agree | 30 | wait for all who are not dead; the first list in the store holds
+survive               | Members.sign_up Members.propose | 30 | who is next: wait for all who are not dead
 survive-share         | len(inputs) / config.batch | 5 | a mean over few sequences counts less
 """
 CATCH = '''"""An assertion that {lesson}.py keeps, and that three hidden mutants of it break."""

@@ -292,13 +292,14 @@ def train(config):
     world_size = int(os.getenv("WORLD_SIZE") or 1)
     schedule = build_schedule(config.schedule, world_size, config.accum)
     n_stages = 2 * len(schedule)
-    if n_stages > config.layers + 4:
+    if n_stages > 2 * (config.layers + 2):  # else a rank's optimizer would have no parameters
         refuse(f"--layers {config.layers}: too few for {n_stages} stages")
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
     head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
     head.weight = model.tokens.weight
     layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
+    layers[-2:-2] = [nn.Identity()] * (n_stages - len(layers))  # stages that pass on what they get
     shape = config.batch // config.accum, config.context, config.width
     message = torch.empty(shape, dtype=DTYPES[config.dtype], device="meta")
     pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule, message)

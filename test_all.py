@@ -94,7 +94,7 @@ LESSONS = [
     Lesson("expert_zero", bad_flags=("--ep 3", "--top-k 9"), flags="--experts 12"),
     Lesson("pipeline", bad_flags=("--schedule interleaved", "--accum 6 --layers 9 --schedule interleaved")),
     Lesson("zero_bubble"),
-    Lesson("pipeline_v", bad_flags=("--layers 3",), flags="--layers 4"),
+    Lesson("pipeline_v", bad_flags=("--layers 1",)),
     Lesson("parallel_3d", bad_flags=("--tp 3", "--heads 9", "--layers 1"), flags="--vocab 257"),
     Lesson("fusion", worlds=(1, 2), flags="--context 48"),
     Lesson("checkpointing", worlds=(1, 2), variants=("--policy none", "--policy selective")),

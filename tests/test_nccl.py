@@ -139,7 +139,7 @@ def orders(name):
         small = "--layers 8 --batch 16 --heads 1 --width 8 --context 8"
         rows = [*product((2, 4), SCHEDULES[name], (4, 8)), *product((3,), SCHEDULES[name][:3], (1, 4))]
         rows += product((8,), SCHEDULES[name] if name == "pipeline_v" else (), (16,))  # many sends at once
-        small += " --schedule {}" if name != "pipeline_v" else " --layers 12"  # for 16 stages
+        small += " --schedule {}" if name != "pipeline_v" else ""  # which has only one
         return [(size, f"{small.format(schedule)} --accum {k}") for size, schedule, k in rows]
     many = "--experts 24"
     flags = {"expert_parallel": many, "expert_zero": many, "parallel_3d": "--layers 8"}.get(name, "")

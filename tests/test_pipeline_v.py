@@ -110,7 +110,7 @@ def check_sums(name):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_losses_norms_and_weights_are_single_pys_and_it_sends_what_it_says(size):
-    flags = f"--accum 6 --layers {max(6, 2 * size - 4)}"
+    flags = "--accum 6 --layers 6"  # on 8 ranks fewer layers than stages
     check_parity("pipeline_v", size, flags)
     check_ledger("pipeline_v", size, flags)
 
