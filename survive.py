@@ -151,8 +151,8 @@ class Members:
         self.store.append(f"{self.generation}/answers", f"{self.worker} ")
 
     def propose(self):
-        """Wait until every living member has signed up, or twice the timeout (one may notice the failure a
-        timeout late). Returns who has."""
+        """Wait until every living member has signed up, or twice the timeout (the last to notice a failure is
+        at most a timeout behind the first). Returns who has."""
         deadline = time.monotonic() + 2 * self.timeout.total_seconds()
         while True:
             answers = set(map(int, self.store.get(f"{self.generation}/answers").split()))
@@ -179,7 +179,8 @@ class Members:
             refuse(f"--min-workers {self.config.min_workers}: only workers {self.members} are left")
         if self.timeout.total_seconds() > 99 * self.config.timeout:  # it has doubled seven times
             refuse(f"no worker has died, yet every attempt fails: {self.decision.decode()}")
-        dist.distributed_c10d._world.group_count = 0  # groups' names: a failed init has counted on some only
+        # The group's name, the same on all, has this number, which a failed init raises on some of them only.
+        dist.distributed_c10d._world.group_count = 0
         rank = self.members.index(self.worker)
         store = dist.PrefixStore(f"{self.generation}/group", self.store)
         dist.init_process_group("gloo", None, self.timeout, len(self.members), rank, store)

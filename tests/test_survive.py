@@ -166,12 +166,10 @@ def check_out(name):
     members.generation, members.members, members.timeout = 1, [0, 1], timedelta(seconds=0.1)
     for key, value in {"1/members": "[0, 1]", "2/members": "[0]", "2/answers": "0 "}.items():
         members.store.set(key, value)
-
-    late = mock.Mock(side_effect=RuntimeError("timed out"))
-    with limit(20):
-        assert not members.attempt(3, late)
-        with pytest.raises(SystemExit, match="worker 1 is out of generation 2"):
-            members.regroup(3)
+    with simulated(lesson):
+        assert not members.attempt(3, mock.Mock(side_effect=RuntimeError("timed out")))
+        *_, ended = said(lambda: members.regroup(3))
+    assert ended == "survive.py: worker 1 is out of generation 2", f"ends with {ended}"
 
 
 @contextmanager
@@ -448,7 +446,7 @@ MUTANTS = [
      check_runs, "nobody who has the weights"),
     ("                old = self", f"                {LIST}\n                old = self",
      check_orders, "no state"),
-    ("            self.snapshot = None  #", "            #", check_orders, "the job ends too early"),
+    ("            self.snapshot = None  #", "            #", check_orders, "for ever"),
     (LEFT, "left", check_orders, "for ever"),
     ("set(members or others)", "set(members)", check_orders, "the job ends too early"),
     ("<= self.attempted", "< self.attempted", check_again, "a step again: nothing"),
@@ -461,7 +459,7 @@ MUTANTS = [
     ("zip((masters, optimizer), states)", "zip((masters,), states)", check_runs, "weights differ"),
     ("copy.deepcopy(masters)", "GPT(config)", check_bf16, "other weights"),
     ("            if self.worker not in self.members:\n                sys.exit(",
-     "            if False:\n                sys.exit(", check_out, "hangs"),
+     "            if False:\n                sys.exit(", check_out, "ends with 0"),
     ("_world.group_count = 0", "_world.group_count", check_name, "another name"),
     ("< self.config.min_workers", "< self.config.min_workers * (self.generation < 3)",
      check_min_workers, "exit code 0"),
