@@ -46,7 +46,7 @@ ddp                   | flat_grad /= dist.get_world_size() | 5 | all-reduce adds
 ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends at its cap
 ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
 uneven                | sum_of_losses(model(inputs, positions), targets) / n_tokens | 5 | one division for all
-uneven-agree          | agree | 20 | two all-reduces; whoever has fewer microbatches adds empty ones
+uneven-deal           | deal | 15 | longest first, each to the rank that has the least to compute so far
 zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs 1/N of it
 zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N
 zero1-units           | find_units | 15 | a unit for each block; the rest is the root's
@@ -78,7 +78,7 @@ fusion                | FlashAttention.forward | 40 | tile by tile, with a runni
 resume                | ShardedOptimizer.step | 25 | each rank updates its 1/N
 reshard               | intersections | 10 | of each run what lies between start and end, if anything does
 reshard-walk          | Resharding.plan Resharding.deliver | 30 | all ranks come to all messages in one order
-survive               | Members.agree | 30 | wait for all who are not dead; the first list in the store holds
+survive               | Members.sign_up Members.propose | 30 | who is next: wait for all who are not dead
 survive-share         | len(inputs) / config.batch | 5 | a mean over few sequences counts less
 """
 CATCH = '''"""An assertion that {lesson}.py keeps, and that three hidden mutants of it break."""

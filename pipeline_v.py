@@ -2,38 +2,41 @@
 
 Idea
     With two stages on each rank, rank i of N has the stages i and 2N-1-i. A microbatch goes down to the last
-    rank, turns there without a message, and comes up to rank 0, which computes the loss. B goes the same way
-    back. So rank 0 has the embedding and the head, and their common weight needs no all-reduce.
+    rank, turns there without a message, and comes up to rank 0, which computes the loss. Gradients go the
+    same way back. So rank 0 has the embedding and the head, and their common weight needs no all-reduce.
 
-    With a later W, as in zero_bubble.py, this is ZB-V (Zero Bubble, arXiv 2401.10241, section 6). With 2N-1
-    microbatches or more, if F, B and W take a turn each, a rank is never idle between its first action and
-    its last, as with ZB-H2, and has at most 2N microbatches of one stage, a half of its layers, in flight: no
-    more activations than with ZB-H1. New beside zero_bubble.py: zb_v, _rank_of, `turned`.
+    As in zero_bubble.py, backward has two parts: B, the gradient of a stage's input, for which another stage
+    waits, and W, the gradients of its weights, for which nobody waits. If F (a forward), B and W take a turn
+    each, the schedule ZB-V (arXiv 2401.10241, section 6) leaves no rank idle between its first action and its
+    last, with 2N-1 microbatches or more. A rank has at most 2N in flight, on one stage or the other. A stage
+    is half of its layers, so this takes as much memory as N microbatches do with 1F1B.
 
-Timeline (4 ranks, the first 20 turns; f, b and w are those of the stage on the way up; . is idle)
-    rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 F7
-    rank 1 | .  F0 F1 F2 F3 F4 f0 F5 f1 b0 w0 f2 b1 w1 f3 b2 w2 F6 B0 W0
-    rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 B0 W0 f4 b2
-    rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 f4 b1 w1 F5
+Timeline (4 ranks, 8 microbatches: first and last turns; f, b and w are those of the stage on the way up)
+    rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 .. f7 b7 w7 B4 W4 B5 W5 B6 W6 B7 W7 .  .  .
+    rank 1 | .  F0 F1 F2 F3 F4 f0 F5 f1 b0 w0 f2 b1 w1 f3 b2 .. b6 w6 B4 b7 B5 W4 B6 w7 B7 W5 W6 W7 .  .
+    rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 .. w5 B4 b6 B5 b7 B6 W4 B7 w6 W5 w7 W6 W7 .
+    rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 .. B4 b5 B5 b6 B6 b7 B7 W4 w5 W5 w6 W6 w7 W7
 
 Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
     parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
-    gradients     wR+3cG/2      in bf16, MasterWeights makes temporary copies, of G gradients at a time
+    gradients     wR+3cG/2      in bf16, MasterWeights copies G = 2^24 gradients at a time, or one tensor's
     optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
     From B to W a microbatch keeps two tensors for each linear layer: its input, and its output's gradient.
 
-Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s tokens, width h)
-    send          min(4,2N-2)kwbsh           outputs and gradients of two stages
+Sent (bytes, by the busiest rank in each step; k microbatches of b sequences of s tokens, width h)
+    send          min(4,2N-2)kwbsh           outputs and gradients of two stages: 4kwbsh, from 3 ranks on
 
 Run
     torchrun --nproc_per_node=2 pipeline_v.py --accum 8
     torchrun --nproc_per_node=8 pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Refused: messages of several tensors or shapes; gradients that add up over several step(); other
-    numbers of microbatches than the schedule has; a step() after one that failed; weights that ranks share.
-    Not noticed, not handled: what zero_bubble.py does not; more stages; DualPipeV, a half of DualPipe (arXiv
-    2412.19437), whose gain is that a GPU computes an F together with a B of the other stage.
+    Refused: messages of several tensors or shapes; other numbers of microbatches than the schedule has; a
+    step() after one that failed; weights that ranks share.
+    Not noticed: updates since unsplit(), which is to be called again before the next evaluation; hooks of a
+    linear layer's weight, which are never called; what zero_bubble.py does not notice.
+    Not handled: more than two stages on a rank; what zero_bubble.py does not handle; DualPipeV, a half of
+    DualPipe (arXiv 2412.19437), whose gain is that a GPU computes an F together with a B of the other stage.
 """
 
 import argparse
@@ -60,18 +63,18 @@ MAX_SENT = 4  # times N: messages that a rank may keep because they have not arr
 
 def zb_v(rank, n_ranks, n_microbatches):
     """What a rank does: F, B of its stage on the way down, f, b of that on the way up; W of the oldest B."""
-    below = n_ranks - rank - 1  # ranks that a microbatch has yet to go down
-    ops = "F" * (2 * below + 1)  # until microbatch 0 is back from the turn, for f
-    ops += "fF" * rank  # until its loss is computed, and its b comes
-    ops += "fbW" * (below + 1)  # until it is back from the turn, for B
+    below = n_ranks - rank - 1  # ranks that a microbatch has yet to go down, and to come up again
+    ops = "F" * (2 * below + 1)  # until microbatch 0 returns, as f
+    ops += "fF" * rank  # until rank 0 has its loss, and its gradient comes down, as b
+    ops += "fbW" * (below + 1)  # until its gradient returns, as B
     ops += "FBWfbW" * (n_microbatches - n_ranks)  # steady state
-    ops += "Bb" * rank  # no forwards are left; ranks before this one wait for B, W can wait
+    ops += "Bb" * rank  # no forwards are left: W waits, as other ranks wait for B and b
     ops += "BW" * (below + 1)
     return ops + "W" * (2 * rank)
 
 
 def build_schedule(name, n_ranks, n_microbatches):
-    """Each rank's Actions, in order. name: zb-v."""
+    """Each rank's Actions, in order. name: zb-v, the only schedule here."""
     schedule = []
     for rank in range(n_ranks):
         ops = {"zb-v": zb_v}[name](rank, n_ranks, n_microbatches)
@@ -83,7 +86,7 @@ def build_schedule(name, n_ranks, n_microbatches):
                 later.append((stage, j))
             if op == "W":
                 stage, j = later.popleft()
-            if j < n_microbatches:  # the last `below` Fs do not exist; with few microbatches, nor do others
+            if j < n_microbatches:  # zb_v has too many: `below` Fs, and with few microbatches also others
                 actions.append(Action(op.upper(), stage, j))
         schedule.append(actions)
     return schedule
@@ -140,13 +143,12 @@ class Pipeline(nn.Module):
         for layer in self.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(deferred_linear, self.later, layer)
-        # What NCCL needs. It runs messages between two ranks of a group in order: if F and B shared one, a
-        # send could wait behind a receive that needs that send. In the first step no receive is posted early:
-        # it blocks until its sender connects, and ranks could wait in a circle. Later one is. (A receive that
-        # waits occupies a part of the GPU: many could leave no room to compute.)
-        # F, like B, goes down on one side of the V and up on the other: a group for each side.
+        # A group for F and one for B, on each side of the V: NCCL runs messages between two ranks of a group
+        # in order, so in one group a send could wait behind a receive that needs that send.
         self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
-        self.ahead = 0  # receives posted early
+        # Receives posted early. In the first step none, as each blocks until its sender connects, and ranks
+        # could wait in a circle. Later one. (Each occupies a part of the GPU while it waits.)
+        self.ahead = 0
         self.posted = deque()  # (work, buffer) of each receive
         self.sent = deque()  # the work of each send
         self.in_flight = None  # during a step {(stage, microbatch): what its backward needs}
@@ -169,8 +171,8 @@ class Pipeline(nn.Module):
                 param.data = param.new_empty(0)  # frees it
 
     def step(self, inputs, targets):
-        """Forward and backward of a batch, as lists of microbatches, the same on all ranks. (The first
-        uses the inputs, the last the targets.) Returns the batch's mean loss, on every rank."""
+        """Forward and backward of a batch, as lists of microbatches, the same on all ranks. (Only rank 0 uses
+        their numbers.) Returns the batch's mean loss, on every rank."""
         self._check_step(inputs, targets)
         self.inputs, self.targets = inputs, targets
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
@@ -182,9 +184,6 @@ class Pipeline(nn.Module):
             run(stage, j)
         while self.sent:
             self.sent.popleft().wait()
-        for param in self.parameters():
-            if param.requires_grad and param.grad is None:  # no microbatch has used it here
-                param.grad = torch.zeros_like(param)
         dist.all_reduce(self.loss)
         self.ahead = 1
         self.in_flight = None
@@ -217,21 +216,19 @@ class Pipeline(nn.Module):
             weight.grad.addmm_(grad.flatten(0, -2).t(), x.flatten(0, -2))
 
     def _needs_message(self, action):
-        if action.op == "W":
-            return False
-        source = action.stage - NEXT[action.op]
-        return 0 <= source <= self.last_stage and self._rank_of(source) != self.rank
+        # W does not; nor does an action whose input is here, or comes from no stage (-1).
+        return action.op in NEXT and self._rank_of(action.stage - NEXT[action.op]) not in (self.rank, -1)
 
     def _receive(self, op, stage):
         """Wait for the message that this action needs. Start to receive the next one, too."""
         if (op, stage) in self.turned:
             return self.turned.pop((op, stage))
         while self.to_post and len(self.posted) <= self.ahead:
-            op, stage, _ = self.to_post.popleft()
-            sender = self._rank_of(stage - NEXT[op])
+            next_op, next_stage, _ = self.to_post.popleft()
+            sender = self._rank_of(next_stage - NEXT[next_op])
             buffer = torch.empty_like(self.message, device=self.loss.device)
             # No tags: both ends follow the same order.
-            work = dist.irecv(buffer, sender, self.groups[op][stage // self.world_size])
+            work = dist.irecv(buffer, sender, self.groups[next_op][next_stage // self.world_size])
             self.posted.append((work, buffer))
         work, buffer = self.posted.popleft()
         work.wait()
@@ -239,11 +236,12 @@ class Pipeline(nn.Module):
 
     def _send(self, op, stage, tensor):
         self._check_message(tensor)
-        if self._rank_of(stage) == self.rank:
+        receiver = self._rank_of(stage)
+        if receiver == self.rank:
             self.turned[op, stage] = tensor
             return
         group = self.groups[op][stage // self.world_size]
-        self.sent.append(dist.isend(tensor.contiguous(), self._rank_of(stage), group))
+        self.sent.append(dist.isend(tensor.contiguous(), receiver, group))
         if len(self.sent) > MAX_SENT * self.world_size:
             self.sent.popleft().wait()  # frees the tensor; a rank too far ahead waits here
 
@@ -278,7 +276,6 @@ class Pipeline(nn.Module):
         )
         assert len(inputs) == len(targets) == k, f"{len(inputs)} microbatches, but the schedule has {k}"
         assert self.in_flight is None, "a step() failed, and its messages may still come: restart all ranks"
-        assert all(param.grad is None for param in self.parameters()), "call zero_grad() before step()"
 
     def _check_message(self, tensor):
         expected = self.message
@@ -295,7 +292,7 @@ def train(config):
     world_size = int(os.getenv("WORLD_SIZE") or 1)
     schedule = build_schedule(config.schedule, world_size, config.accum)
     n_stages = 2 * len(schedule)
-    if n_stages > 2 * (config.layers + 2):  # on the way down each rank needs parameters
+    if n_stages > 2 * (config.layers + 2):  # else a rank's optimizer would have no parameters
         refuse(f"--layers {config.layers}: too few for {n_stages} stages")
     device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
     model = GPT(config).to(device, DTYPES[config.dtype])
@@ -326,7 +323,7 @@ def train(config):
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.set_defaults(schedule="zb-v")  # the only one
+    own.set_defaults(schedule="zb-v")
     DEFAULTS["accum"] = 4  # the default of --accum
     return read_flags(arguments, own)
 

@@ -16,9 +16,9 @@ Timeline (v: votes in the store)
     worker 2    | compute 3 | all-reduce v update | compute 4 | dies
 
 Memory (bytes; P parameters, N members)
-    parameters    (w+c)P      w a weight: fp32 4, bf16 2, fp64 8; c its fp32 master: bf16 4, else 0
+    parameters    (w+c)P      w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
     gradients     (w+c)P
-    optimizer     KP          K the moments: AdamW 8, in fp64 16; SGD 0
+    optimizer     KP          K = 8 for AdamW's two moments, 0 for SGD
 
 Sent (bytes that a rank of a ring sends in a step)
     all-reduce    2wP(N-1)/N
@@ -35,15 +35,20 @@ Left out
     Overlap and buckets (ddp.py); shards, which would need copies; launchers on several nodes. NCCL among the
     workers: it does not reliably report a death. Nor does gloo on macOS: each death costs --timeout there.
 
-    Telling slow from hung. Workers wait for one that hangs for three timeouts, one in the collective and two
-    for its answer, then go on without it. If all have answered, one was slow, and the timeout doubles. A
-    worker that hangs while it saves, or that alone has the weights, is waited for without limit: kill it. If
-    all die while one saves, the file is incomplete.
+    Telling slow from hung. The others wait for a worker that hangs: up to two timeouts in a step, one in the
+    all-reduce and one for its vote, then two until it signs up. Then they go on without it. If all sign up,
+    one was slow, and the timeout doubles; after seven times the job ends with what failed. A worker that
+    hangs while it saves, or that alone has the weights, is waited for without limit: kill it.
+
+    A second to save. If the first member dies while it saves, the job ends, and the weights are lost.
 
     Not noticed: --data that changes; data iterators, dropout, buffers and schedules, which a repeated step
-    would use twice and a newcomer would lack; a collective outside attempt(), which may hang.
+    would use twice and a newcomer would lack; what regroup() is not given; updates in what attempt() calls;
+    gradients after zero_grad(), which are no views of flat_grad; a collective outside attempt(), which may
+    hang.
 
-    Security. Whoever can log in to this node can write to the store.
+    The launcher's death ends the job. Its store, as torchrun's, is open to the network: whoever can reach it
+    can write to it.
 """
 
 import argparse
@@ -51,7 +56,6 @@ import copy
 import json
 import multiprocessing.connection
 import os
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -75,14 +79,15 @@ class Members:
         self.config = config
         self.store = store
         self.worker = worker  # its number, for good; its rank may change
-        self.timeout = timedelta(seconds=150 if store else 0)  # until all have started; 0: no limit
+        self.timeout = timedelta(seconds=150)  # a long one for generation 1, until all have started
         self.generation = 0
         self.members = list(range(config.workers))  # of this generation, newcomers last
-        self.snapshot = [1]  # the step, and what regroup() was given; None on a newcomer that waits for it
+        self.snapshot = [1]  # the step, then what regroup() was given; None: a newcomer waits for it
         self.attempted = 0, 0  # the last attempt's generation and step
 
     def attempt(self, step, communicate, *arguments):
-        """Whether communicate(*arguments) has succeeded on all members. If not, call regroup() next."""
+        """Whether communicate(*arguments) has succeeded on all members. If not, call regroup() next. It must
+        change nothing that a second attempt needs."""
         if not self.store:
             communicate(*arguments)
             return True
@@ -98,55 +103,56 @@ class Members:
             if self.store.add(f"{key}/votes", 1) == len(self.members):
                 self.store.compare_set(key, "", "committed")  # "": unless it is decided already
             self.store.wait([key], self.timeout)
-        except RuntimeError as error:  # a member is dead, or hangs
+        except RuntimeError as error:  # a member is dead, or hangs; or it fails for another reason
             self.store.compare_set(key, "", f"worker {self.worker}: {error}")
         self.decision = self.store.get(key)
         return self.decision == b"committed"
 
     def regroup(self, step, *parts):
-        """Begin generations until the members of one are connected; also the start, with generation 1."""
+        """Begin generations until the members of one are connected; also the start, with generation 1.
+        parts: all whose state_dict() a newcomer needs."""
         started = time.perf_counter()
         before = self.members
         self.snapshot = [step, *(part.state_dict() for part in parts)]
-        while not self.agree():
+        while True:
+            self.sign_up()
+            self.store.compare_set(f"{self.generation}/members", "", str(self.propose()))
+            if self.begin():
+                break
             if self.worker not in self.members:
-                sys.exit(
-                    f"survive.py: worker {self.worker} is out: generation {self.generation} began without it"
-                )
+                sys.exit(f"survive.py: worker {self.worker} is out of generation {self.generation}")
         if self.generation > 1 and dist.get_rank() == 0:
             print(
                 f"generation {self.generation} | {before} -> {self.members}"
                 f" in {time.perf_counter() - started:.2f} s | step {step} again"
             )
 
-    def agree(self, now=0):
-        """Sign up for the next generation. Returns whether it has begun, with this worker.
-        now: the step that a newcomer aborts, or the first after it that is not decided yet."""
+    def enter(self, first_step):
+        """A newcomer's way in, from this step on."""
+        while True:
+            time.sleep(0.01)
+            self.snapshot = None  # also if it came, but the generation did not form
+            self.generation, self.members, step = look(self.store)
+            # If it is on the list of a generation that did not form, others wait for it, whatever the step.
+            if step >= first_step or self.worker in self.members:
+                self.sign_up()
+                # Then abort the first step that is not committed: the list that follows has this newcomer.
+                old = self.generation - 1
+                while self.store.compare_set(f"{old}/{step}", "", "a newcomer") == b"committed":
+                    step += 1
+                if self.begin():
+                    return self.store.set(f"has_weights/{self.worker}", "")
+
+    def sign_up(self):
+        """Leave this generation's group, and ask for a place in the next generation."""
         self.generation += 1
-        key = f"{self.generation}/members"
-        # Leave the old group, so that members who wait in its collectives fail. If the list exists, they have
-        # left already (and on macOS this would block).
-        if dist.is_initialized() and not self.store.check([key]):
-            dist.destroy_process_group()
-        # All must give the new group the same name, of which this is a part. A failed init leaves it larger.
-        dist.distributed_c10d._world.group_count = 0
+        if dist.is_initialized():
+            dist.destroy_process_group()  # so that members who wait in its collectives fail, too
         self.store.append(f"{self.generation}/answers", f"{self.worker} ")
-        if self.snapshot:
-            self.store.compare_set(key, "", str(self.propose()))
-        else:  # a newcomer, who has signed up before it aborts the step, so that the others' list has it
-            while self.store.compare_set(f"{self.generation - 1}/{now}", "", "a newcomer") == b"committed":
-                now += 1
-        members = json.loads(self.store.get(key))  # waits for the list
-        if members == self.members and self.generation > 1:  # nobody has died: somebody is slow
-            self.timeout *= 2
-        else:
-            self.timeout = timedelta(seconds=self.config.timeout)
-        self.members = members
-        return self.worker in members and self.attempt(0, self.connect)  # voted on as a step, number 0
 
     def propose(self):
-        """Wait until every living member has signed up, or twice the timeout (one may notice the failure a
-        timeout late). Returns who has."""
+        """Wait until every living member has signed up, or twice the timeout (the last to notice a failure is
+        at most a timeout behind the first). Returns who has."""
         deadline = time.monotonic() + 2 * self.timeout.total_seconds()
         while True:
             answers = set(map(int, self.store.get(f"{self.generation}/answers").split()))
@@ -156,14 +162,26 @@ class Members:
                 return [worker for worker in order if worker in answers - dead]
             time.sleep(0.01)
 
+    def begin(self):
+        """Wait for the generation's list, and connect its members. Returns whether it has begun."""
+        key = f"{self.generation}/members"
+        members = json.loads(self.store.get(key))
+        if members == self.members and self.generation > 1:  # nobody has died: somebody is slow
+            self.timeout *= 2
+        else:
+            self.timeout = timedelta(seconds=self.config.timeout)
+        self.members = members
+        return self.worker in members and self.attempt(0, self.connect)  # voted on as a step, number 0
+
     def connect(self):
         """Make the generation's process group, and send the first member's snapshot to newcomers."""
-        rank = self.members.index(self.worker)
-        os.environ["RANK"] = str(rank)  # refuse() prints only on rank 0
         if len(self.members) < self.config.min_workers:
             refuse(f"--min-workers {self.config.min_workers}: only workers {self.members} are left")
         if self.timeout.total_seconds() > 99 * self.config.timeout:  # it has doubled seven times
             refuse(f"no worker has died, yet every attempt fails: {self.decision.decode()}")
+        # The group's name, the same on all, has this number, which a failed init raises on some of them only.
+        dist.distributed_c10d._world.group_count = 0
+        rank = self.members.index(self.worker)
         store = dist.PrefixStore(f"{self.generation}/group", self.store)
         dist.init_process_group("gloo", None, self.timeout, len(self.members), rank, store)
         if not self.snapshot:
@@ -174,23 +192,6 @@ class Members:
             for peer, member in enumerate(self.members):
                 if not self.store.check([f"has_weights/{member}"]):
                     dist.send_object_list([self.snapshot], peer)
-
-    def enter(self, step):
-        """A newcomer's way in, from this step on."""
-        while True:
-            time.sleep(0.01)
-            self.snapshot = None  # also if it came, but the generation did not form
-            self.generation, self.members, now = look(self.store)
-            # If the others have put it on their list, they wait for it: whatever the step.
-            if (now >= step or self.worker in self.members) and self.agree(now):
-                return self.store.set(f"has_weights/{self.worker}", "")
-
-    def wait_for_turn_to_save(self):
-        """Returns whether to save. The first member does. The others wait, as they save if those before them
-        die; after the save the launcher ends them."""
-        if self.store:
-            self.store.wait([f"dead/{worker}" for worker in self.members[: dist.get_rank()]])
-        return self.store or dist.get_rank() == 0
 
 
 def look(store):
@@ -223,9 +224,9 @@ def backward(config, model, batches):
     return loss
 
 
-def all_reduce(timeout, *tensors):
+def all_reduce(*tensors):
     for tensor in tensors:
-        dist.all_reduce(tensor, async_op=True).wait(timeout)
+        dist.all_reduce(tensor)
 
 
 @torch.no_grad()
@@ -256,44 +257,38 @@ def train(config, members=None):
         started = time.perf_counter()
         flat_grad.zero_()  # what an aborted attempt has left
         loss = backward(config, model, microbatches(config, text, step, device))
-        if members.attempt(step, all_reduce, members.timeout, flat_grad, loss):
+        if members.attempt(step, all_reduce, flat_grad, loss):
             grad_norm = update(model, masters, optimizer, config.clip)
             print_step(config, step, loss, grad_norm, started)
             step += 1
         else:
             members.regroup(step, masters, optimizer)
-    if members.wait_for_turn_to_save() and config.save:
+    if config.save and dist.get_rank() == 0:
         save_weights(model.state_dict(), config.save)
 
 
 def work(config, worker, port):  # in a process of its own
     os.environ |= {"LOCAL_RANK": str(worker), "WORLD_SIZE": str(config.workers)}
-    try:
-        store = dist.TCPStore("127.0.0.1", port)
-        store.set_timeout(timedelta(days=1000))
-        members = Members(config, store, worker)
-        if worker < config.workers:
-            members.regroup(1)
-        else:
-            members.enter(config.join[worker - config.workers])
-            os.environ["RANK"] = "0"  # let refuse() print: what is refused now is this newcomer's alone
-        train(config, members)
+    store = dist.TCPStore("127.0.0.1", port)
+    store.set_timeout(timedelta(days=1000))
+    members = Members(config, store, worker)
+    if worker < config.workers:
+        members.regroup(1)
+    else:
+        members.enter(config.join[worker - config.workers])
+    train(config, members)
+    if dist.get_rank() == 0:  # which has saved the weights
         store.set("saved", "")
-    except dist.DistNetworkError:
-        sys.exit(f"survive.py: worker {worker} ends, as it has lost the launcher's store")
 
 
 def launch(config):
     """Start the workers, host their store, and tell it of deaths. Ends with the job's exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"
-    server = socket.create_server(("127.0.0.1", 0))  # a TCPStore's own would listen on all interfaces
-    store = dist.TCPStore(
-        *server.getsockname(), is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])  # or each would take seconds
-    running = {}  # {what tells of its end: (worker, process)}
+    running = {}  # {process.sentinel, which tells of its end: (worker, process)}
     try:
         for worker in reversed(config.everyone):  # newcomers first, to be there in time
             if worker < config.workers:
@@ -321,7 +316,7 @@ def judge(config, store, worker, code, others):
     generation, members, step = look(store)
     if worker in members:
         store.compare_set(f"{generation}/{step}", "", f"worker {worker} has ended")
-    left = set(members or others).intersection(others)
+    left = set(members or others).intersection(others)  # before generation 1 there are no members
     if not any(store.check([f"has_weights/{other}"]) for other in left):
         sys.exit("survive.py: nobody who has the weights is left")
 

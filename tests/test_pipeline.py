@@ -242,7 +242,9 @@ def check_guards(name):
         said = error_of(lambda given=(inputs, targets): pipe._check_step(*given))
         assert "microbatches, but the schedule has 4" in said, f"another number of microbatches: {said}"
     pipe.step(*batch)
-    assert "zero_grad()" in error_of(lambda: pipe._check_step(*batch)), "ties of two steps are added up twice"
+    if Path(name).stem not in V:
+        said = error_of(lambda: pipe._check_step(*batch))
+        assert "zero_grad()" in said, "ties of two steps are added up twice"
     pipe.zero_grad()
     for wrong in (torch.ones(2, 6), torch.ones(3, 6, dtype=torch.float64)):
         with mock.patch.object(dist, "isend"):
