@@ -164,7 +164,7 @@ MUTANTS = [
     ("targets) / n_tokens", "targets) / targets.count_nonzero()", ALONE, "losses differ"),
     ("        self.work.wait()", "        self.work.wait()\n        self.flat_grad /= dist.get_world_size()",
      check_mean, "losses differ"),
-    ("i == len(batches)", "i == config.accum", BALANCED, "gradient norms differ"),
+    ("i == len(batches)", "i == config.accum", BALANCED, "losses differ"),
     ("i == len(batches)", "True", check_meetings, "it hangs: rank 0 waits in"),
     ("targets.count_nonzero() for", "(targets >= 0).sum() for", check_mean, "losses differ"),
     ("self.model.positions(positions)", "self.model.positions.weight[: tokens.shape[1]]",
