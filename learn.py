@@ -46,7 +46,7 @@ ddp                   | flat_grad /= dist.get_world_size() | 5 | all-reduce adds
 ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends at its cap
 ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
 uneven                | sum_of_losses(model(inputs, positions), targets) / n_tokens | 5 | one division for all
-uneven-deal           | deal | 15 | longest first, each to the rank that has the least to compute so far
+uneven-agree          | agree | 20 | two all-reduces; whoever has fewer microbatches adds empty ones
 zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs 1/N of it
 zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N
 zero1-units           | find_units | 15 | a unit for each block; the rest is the root's

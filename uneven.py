@@ -1,24 +1,27 @@
 """DDP for documents of different lengths: one mean for all tokens, and equal work for all ranks.
 
 Idea
-    In ddp.py all sequences are equally long. Documents are not, and three things change:
+    In ddp.py all sequences are equally long. Documents are not, and four things change:
 
     1. The mean. If each microbatch divides by its own tokens, the mean of these means is not the batch's:
            wrong    loss = sum_of_losses / tokens_of_this_microbatch / microbatches / ranks
                     a token in a microbatch of 10 weighs 100 times as much as one in a microbatch of 1000
            right    loss = sum_of_losses / tokens_of_all_microbatches_of_all_ranks
        So the ranks add up their tokens before the first backward, and gradients are summed, not averaged.
-    2. Balance (--order balanced). All ranks wait for the slowest. A document of s tokens takes 6Ps + 6Lhs^2
-       FLOPs (P parameters in matrices; L layers of width h). Longest first, each goes to the rank that has
-       the least to compute so far (LPT: Graham, 1969).
-    3. Packing (--pack). Rows of a microbatch are padded to its longest. With several documents in a row there
+    2. The number of microbatches. Where each one communicates, as in zero2.py and zero3.py, or where a rank
+       has no document at all, the numbers must be equal: the n-th all-reduce of a rank is paired with the
+       n-th of the others, so a rank that skips one gets an error, wrong numbers or a hang. So all agree on
+       the most that any rank has, and fill up with empty ones, whose gradients are zeros. (Here only the last
+       one communicates, and each rank has one, so each could stop at its own. This way works for all cases.)
+    3. Balance (--order balanced). All ranks wait for the slowest. A document of s tokens takes 6Ps + 6Lhs^2
+       FLOPs (P parameters; L layers of width h). Longest first, each goes to the rank that has the least to
+       compute so far (LPT: Graham, 1969).
+    4. Packing (--pack). Rows of a microbatch are padded to its longest. With several documents in a row there
        is less padding (arXiv 2107.02027). Tokens see their own document alone, whose positions start at 0.
 
-    Balanced or packed, ranks may have different numbers of microbatches. Each communicates in its last only.
-
 Timeline (rank 0 has 3 microbatches, rank 1 has 2)
-    rank 0 | count tokens | microbatch 1 | microbatch 2             | microbatch 3: all-reduce | clip, step
-    rank 1 | count tokens | microbatch 1 | microbatch 2: all-reduce | wait                     | clip, step
+    rank 0 | agree | forward, backward | forward, backward | forward, backward: buckets leave | clip, step
+    rank 1 | agree | forward, backward | forward, backward | empty: buckets leave, wait       | clip, step
 
 Memory (bytes on each rank; P parameters)
     parameters    (w+c)P        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
@@ -27,7 +30,7 @@ Memory (bytes on each rank; P parameters)
 
 Sent (bytes, by each of N ranks in each step)
     all-reduce    2wP(N-1)/N    in a ring (see collectives.py); in the last microbatch only
-    Beside it two numbers are all-reduced: the step's tokens, and its loss.
+    Beside it three numbers are all-reduced: the tokens, the microbatches, for which the host waits, the loss.
 
 Run
     torchrun --nproc_per_node=2 uneven.py
@@ -36,14 +39,10 @@ Run
 Left out
     Kernels that skip what the mask hides: here attention computes all s x s scores of a row, hidden or not.
     FlexAttention skips blocks of them, and varlen kernels take documents end to end, without rows or padding.
-    Microbatches that hold equally many tokens, not rows. The pieces of a long document do not see each other.
+    Microbatches that hold equally many tokens, not rows. Documents are cut at --context, not carried over.
     The printed tok/s counts each document as --context tokens. What ddp.py leaves out is left out here, too.
-    Equal numbers of microbatches. Where each one communicates, as in zero2.py and zero3.py, a rank with fewer
-    would leave the others waiting, so all must fill up to the most that any has, with rows of padding. A rank
-    without a document would need one here, too; this loop deals each rank at least one.
-    Not noticed: byte 0 in a document, as it is padding; two last backwards without zero_grad() between them,
-    where the gradients of the first count N times; attention that is called by another name or recomputed by
-    a checkpoint, which gets no mask; other threads, which get it.
+    Not noticed: byte 0 in a document, as it is padding; a second last backward before zero_grad(), where the
+    first counts N times; checkpointed blocks, recomputed without the mask; other threads, which get the mask.
 """
 
 import argparse
@@ -66,11 +65,18 @@ import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
 
 
-def count_tokens(batches):
-    """Of all microbatches of all ranks in a step: by this number each loss is divided."""
-    n_tokens = sum(targets.count_nonzero() for _, targets, _ in batches)  # 0 is padding
+def agree(batches, device):
+    """(tokens of all ranks, microbatches of each) in a step. Adds the empty ones that this rank lacks."""
+    n_tokens = torch.zeros((), dtype=torch.int64, device=device)
+    for _, targets, _ in batches:
+        n_tokens += targets.count_nonzero()  # 0 is padding
+    most = torch.full_like(n_tokens, len(batches))
     dist.all_reduce(n_tokens)
-    return n_tokens
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    n_microbatches = most.item()
+    # Without these a rank would never reach the last one, in which the others wait for its gradients.
+    batches += [n_tokens.new_zeros(3, 1, 1)] * (n_microbatches - len(batches))
+    return n_tokens, n_microbatches
 
 
 def sum_of_losses(logits, targets):
@@ -79,27 +85,27 @@ def sum_of_losses(logits, targets):
     return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=0)  # 0 is padding
 
 
-def deal(documents, config, world_size):
+def deal(documents, order, cost, world_size):
     """The documents of each rank. All ranks have drawn the same ones, and deal them alike."""
-    if config.order == "drawn":
+    if order == "drawn":
         return [documents[rank::world_size] for rank in range(world_size)]
     shares = [[] for _ in range(world_size)]
     costs = [0] * world_size
     for document in sorted(documents, key=len, reverse=True):
         rank = costs.index(min(costs))
         shares[rank].append(document)
-        costs[rank] += flops(config, len(document))
+        costs[rank] += cost(len(document))
     return shares
 
 
 def flops(config, n_tokens):
-    """Of a document's forward and backward, if attention skips hidden scores (here it computes them, too)."""
+    """Of a document, if attention skips hidden scores. Here it computes them, so times are less even."""
     params = 12 * config.layers * config.width**2 + config.vocab * config.width  # of matrices
-    return 6 * n_tokens * (params + config.layers * config.width * n_tokens)
+    return 6 * params * n_tokens + 6 * config.layers * config.width * n_tokens**2
 
 
 def pack(documents, most):
-    """Rows of one document, or of several if these have at most `most` tokens together. Longest first."""
+    """Rows of one document, or of several if these have at most `most` tokens. Longest first."""
     rows = []
     for document in sorted(documents, key=len, reverse=True):
         for row in rows:
@@ -154,18 +160,19 @@ def load_microbatches(config, documents, step, device, rank, world_size):
     """This rank's microbatches: inputs, targets, positions, int64 (b, s) each. Zeros are padding."""
     chosen = np.random.default_rng((config.seed, step)).integers(len(documents), size=config.batch)
     drawn = [columns_of(documents[i]) for i in chosen]
-    share = deal(drawn, config, world_size)[rank]
-    rows = [torch.cat(row) for row in pack(share, config.context if config.pack else 0)]  # 0: nothing fits
-    # b rows each: --accum microbatches, if documents are dealt as drawn and not packed.
+    share = deal(drawn, config.order, partial(flops, config), world_size)[rank]
+    rows = [torch.cat(row) for row in pack(share, config.context if config.pack else 0)]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device, non_blocking=True)
+    # If all ranks have equally many documents, in rows of their own, this makes --accum microbatches.
     b = config.batch // world_size // config.accum
     batches = []
     for first in range(0, len(rows), b):
-        padded = nn.utils.rnn.pad_sequence(rows[first : first + b], batch_first=True)
-        batches.append(padded.to(device, non_blocking=True).unbind(-1))
+        longest = max(map(len, rows[first : first + b]))
+        batches.append(padded[first : first + b, :longest].unbind(-1))
     return batches
 
 
-# DDP, Bucket and fill_buckets are ddp.py's, but finish_all_reduce() does not divide by the number of ranks.
+# What follows is ddp.py's, but for one line: gradients are summed over the ranks, and divided by nothing.
 
 
 class DDP(nn.Module):
@@ -290,9 +297,9 @@ def train(config):
         started = time.perf_counter()
         loss = 0
         batches = load_microbatches(config, documents, step, device, rank, world_size)
-        n_tokens = count_tokens(batches)
+        n_tokens, n_microbatches = agree(batches, device)
         for i, (inputs, targets, positions) in enumerate(batches, 1):
-            model.is_last_backward = i == len(batches)  # others may have more, or fewer
+            model.is_last_backward = i == n_microbatches
             # Gradients add up over microbatches and ranks, so that this is the only division.
             microloss = sum_of_losses(model(inputs, positions), targets) / n_tokens
             microloss.backward()

@@ -7,7 +7,7 @@ ranks: each divides by its own tokens, and gradients are averaged. microbatches:
 tokens, the mean of a rank's is averaged over ranks. Join: torch's DDP within torch's Join, where a rank whose
 documents have ended takes part with zeros; each microbatch's mean, averaged over the ranks and the most
 microbatches of any. The last line is of all --steps: how much longer than the mean of ranks the slowest
-computes, by FLOPs of documents; the most microbatches of any rank; what part of the rows is padding.
+computes, by FLOPs of documents; how many microbatches all take; what part of the rows is padding.
 """
 
 import importlib
@@ -61,9 +61,9 @@ def work(lesson, config, documents, ranks):
     deal, idle, most = lesson.deal, [], []
     slots = tokens = 0
 
-    def noted(documents, config, ranks):
-        shares = deal(documents, config, ranks)
-        costs = [sum(lesson.flops(config, len(document)) for document in share) for share in shares]
+    def noted(documents, order, cost, ranks):
+        shares = deal(documents, order, cost, ranks)
+        costs = [sum(cost(len(document)) for document in share) for share in shares]
         idle.append(max(costs) / statistics.mean(costs) - 1)
         return shares
 

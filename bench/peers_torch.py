@@ -36,13 +36,17 @@ def ddp(options, lesson, config, device):
 
 
 class Uneven(Peer):
-    """uneven.py's rows and masks in torch's DDP, whose division by N the loss undoes."""
+    """uneven.py's rows, masks and agreed microbatches in torch's DDP, whose division by N the loss undoes."""
 
     def step(self, batches):
         ranks = dist.get_world_size() if hasattr(self.wrapped, "no_sync") else 1  # 1: alone
         tokens = sum(targets.count_nonzero() for _, targets, _ in batches)
+        most = torch.full_like(tokens, len(batches))
         if ranks > 1:
             dist.all_reduce(tokens)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        empty = torch.zeros(3, 1, 1, dtype=torch.int64, device=tokens.device)
+        batches = [*batches, *[empty] * (most.item() - len(batches))]
         for i, batch in enumerate(batches, start=1):
             inputs, targets, positions = batch
             last = i == len(batches) or ranks == 1

@@ -50,7 +50,7 @@ NAMED = {
     "context_parallel --documents": {("copy", "__init__()"): "k"},
     "diloco": {("copy", "train()"): 1, ("item", "print_step()"): 0},
     "diloco --delay": {("copy", "microbatches()"): 4},
-    "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): "k"},
+    "uneven": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
     "offload": {("item", "step()"): 1},
     "resume --checkpoint": {("copy", "train()"): 1},
     "reshard": {("item", "print_served()"): 1},

@@ -73,9 +73,9 @@ CHECKS.append(partial(check_mean, size=8, flags="--accum 3 --batch 24 --order ba
 
 @on_ranks(3)
 def check_meetings(name, flags="--accum 3 --order balanced"):
-    """All ranks ask for the same all-reduces in one order, however many microbatches each has. (In place of a
+    """All ranks compute as many microbatches and ask for the same all-reduces, in one order. (In place of a
     hang, whoever would wait is named: before each of these all ranks say what they are about to do.)"""
-    lesson, all_reduce, load_microbatches = load(name), dist.all_reduce, load(name).load_microbatches
+    lesson, all_reduce, sum_of_losses = load(name), dist.all_reduce, load(name).sum_of_losses
     numbers = []
 
     def meet(does, where=None):
@@ -83,23 +83,35 @@ def check_meetings(name, flags="--accum 3 --order balanced"):
         dist.all_gather_object(everyone, (does, where))
         hosts = "; ".join(f"rank {rank} {does}" for rank, (does, _) in enumerate(everyone))
         assert len(set(everyone)) == 1, f"it hangs: {hosts}"
+        return everyone
 
     def noted_all_reduce(tensor, *args, **options):
         meet(f"waits in {sys._getframe(1).f_code.co_name}()", tensor.shape)
         return all_reduce(tensor, *args, **options)
 
-    def noted_microbatches(*args):
-        batches = load_microbatches(*args)
-        numbers.append(len(batches))
-        return batches
+    def noted_losses(logits, targets):
+        meet("computes a microbatch")
+        numbers.append(targets.any().item())
+        return sum_of_losses(logits, targets)
 
-    lesson.load_microbatches = noted_microbatches
+    lesson.sum_of_losses = noted_losses
     with mock.patch.object(dist, "all_reduce", noted_all_reduce):
         lesson.train(lesson.parse(f"{FLAGS} {flags}".split()))
         meet("has ended")
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, numbers)
-    assert any(len(set(step)) > 1 for step in zip(*everyone)), "all ranks had as many microbatches"
+    assert any(len(set(step)) > 1 for step in zip(*everyone)), "no rank had an empty microbatch"
+
+
+@on_ranks(2)
+def check_agreement(name):
+    """A rank without a document gets as many empty microbatches as the other one has full ones."""
+    lesson, rank = load(name), dist.get_rank()
+    batches = [] if rank else [[torch.tensor([[1, 2]])] * 3, [torch.tensor([[3, 0]])] * 3]
+    assert lesson.agree(batches, "cpu") == (3, 2), "another number of tokens or microbatches"
+    inputs, targets, positions = batches[-1]
+    assert inputs.shape == targets.shape == positions.shape == (1, 2 - rank), "no empty microbatch"
+    assert targets.any() == (rank == 0), "an empty microbatch has targets"
 
 
 @on_ranks(1)
@@ -137,8 +149,7 @@ def check_work(name):
     by_formula = 6 * params * 20 + 6 * config.layers * config.width * 20**2
     assert 0.8 < cost(20) / by_formula < 1, f"{cost(20)} FLOPs, not {by_formula}"
     for order, most in (("drawn", 9), ("balanced", 0.01)):
-        config.order = order
-        shares = lesson.deal(documents, config, 4)
+        shares = lesson.deal(documents, order, cost, 4)
         assert sorted(len(each) for share in shares for each in share) == sorted(lengths), (
             "documents are lost or double"
         )
@@ -153,26 +164,31 @@ def check_work(name):
     assert len(rows) <= 1.1 * sum(lengths) / CONTEXT + 1, f"{len(rows)} rows are not full"
 
 
-test_each_promise_is_kept = holds("uneven", *CHECKS, check_meetings, check_probe, check_work)
+test_each_promise_is_kept = holds("uneven", *CHECKS, check_meetings, check_agreement, check_probe, check_work)
 ALONE = partial(check_mean, size=1)
 BALANCED = partial(check_mean, flags="--accum 3 --order balanced")
 MUTANTS = [
     ("    dist.all_reduce(n_tokens)", "    n_tokens *= dist.get_world_size()", check_mean, "losses differ"),
-    ("targets) / n_tokens", "targets) / targets.count_nonzero() / len(batches) / world_size",
+    ("targets) / n_tokens", "targets) / targets.count_nonzero().clamp(min=1) / n_microbatches / world_size",
      check_mean, "losses differ"),
-    ("targets) / n_tokens", "targets) / targets.count_nonzero() / len(batches)", ALONE, "losses differ"),
-    ("targets) / n_tokens", "targets) / targets.count_nonzero()", ALONE, "losses differ"),
+    ("targets) / n_tokens", "targets) / targets.count_nonzero().clamp(min=1) / n_microbatches",
+     ALONE, "losses differ"),
+    ("targets) / n_tokens", "targets) / targets.count_nonzero().clamp(min=1)", ALONE, "losses differ"),
     ("        self.work.wait()", "        self.work.wait()\n        self.flat_grad /= dist.get_world_size()",
      check_mean, "losses differ"),
-    ("i == len(batches)", "i == config.accum", BALANCED, "losses differ"),
-    ("i == len(batches)", "True", check_meetings, "it hangs: rank 0 waits in"),
-    ("targets.count_nonzero() for", "(targets >= 0).sum() for", check_mean, "losses differ"),
+    ("batches += [n_tokens.new_zeros(3, 1, 1)] * (n_microbatches - len(batches))", "pass",
+     check_meetings, "it hangs: rank 0 waits in train(); rank 1 waits in train(); rank 2 computes"),
+    ("            microloss.backward()", "            if inputs.any():\n                microloss.backward()",
+     check_meetings, "it hangs: rank 0 waits in train(); rank 1 waits in train(); rank 2 waits in start_all"),
+    ("    dist.all_reduce(most, op=dist.ReduceOp.MAX)", "    pass", check_meetings, "it hangs: rank 0"),
+    ("n_tokens.new_zeros(3, 1, 1)", "n_tokens.new_ones(3, 1, 1)", check_agreement, "has targets"),
+    ("n_tokens += targets.count_nonzero()", "n_tokens += targets.numel()", check_agreement, "another number"),
     ("self.model.positions(positions)", "self.model.positions.weight[: tokens.shape[1]]",
      check_probe, "not the logits of the document alone"),
     ("document[:, :, None] == document", "document[:, :, None] >= document", check_probe, "logits of other"),
     ("ignore_index=0", "ignore_index=-1", check_mean, "losses differ"),
     (".{2,%d}", ".{3,%d}", check_mean, "losses differ"),
-    ("+= flops(config, len(document))", "+= 1", check_work, "balanced: ranks are idle"),
+    ("costs[rank] += cost(len(document))", "costs[rank] += 1", check_work, "balanced: ranks are idle"),
     ("map(len, row)) + len(document) <= most", "map(len, row)) <= most", check_work, "a row is too long"),
     ("master.grad = None", "pass", partial(check_ledger, size=2, flags="--dtype bf16"), "gradients: +"),
 ]  # fmt: skip

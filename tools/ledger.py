@@ -36,7 +36,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from unittest import mock
 
@@ -91,10 +91,9 @@ def run(lesson, config, trace=None, watch=None):
         history["grad_norms"].append(grad_norm.item())
         history["step_ms"].append(1e3 * (time.perf_counter() - started))
 
-    def deal(documents, *more):
-        shares = own_deal(documents, *more)
-        flops = partial(lesson.flops, config)
-        config.costs.append([sum(flops(len(document)) for document in share) for share in shares])
+    def deal(documents, order, cost, ranks):
+        shares = own_deal(documents, order, cost, ranks)
+        config.costs.append([sum(cost(len(document)) for document in share) for share in shares])
         return shares
 
     def lay_out(begins, *group):
