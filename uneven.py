@@ -8,13 +8,13 @@ Idea
                     a token in a microbatch of 10 weighs 100 times as much as one in a microbatch of 1000
            right    loss = sum_of_losses / tokens_of_all_microbatches_of_all_ranks
        So the ranks add up their tokens before the first backward, and gradients are summed, not averaged.
-    2. The number of microbatches. Where each one communicates, as in zero2.py and zero3.py, or where a rank
-       has no document at all, the numbers must be equal: the n-th all-reduce of a rank is paired with the
-       n-th of the others, so a rank that skips one gets an error, wrong numbers or a hang. So all agree on
-       the most that any rank has, and fill up with empty ones, whose gradients are zeros. (Here only the last
-       one communicates, and each rank has one, so each could stop at its own. This way works for all cases.)
+    2. The number of microbatches. Balanced or packed (3, 4), ranks need different numbers. If each microbatch
+       communicates, as in zero2.py and zero3.py, a rank with fewer leaves the others waiting, as the n-th
+       all-reduce of a rank meets the n-th of the others. So all agree on the most that any rank has, and fill
+       up with empty ones, whose gradients are zeros. (Here only the last one communicates, so a rank could
+       stop at its own last, if it has any document.)
     3. Balance (--order balanced). All ranks wait for the slowest. A document of s tokens takes 6Ps + 6Lhs^2
-       FLOPs (P parameters; L layers of width h). Longest first, each goes to the rank that has the least to
+       FLOPs (P parameters in matrices; L layers of width h). Longest first, each goes to the rank that has the least to
        compute so far (LPT: Graham, 1969).
     4. Packing (--pack). Rows of a microbatch are padded to its longest. With several documents in a row there
        is less padding (arXiv 2107.02027). Tokens see their own document alone, whose positions start at 0.
@@ -30,7 +30,7 @@ Memory (bytes on each rank; P parameters)
 
 Sent (bytes, by each of N ranks in each step)
     all-reduce    2wP(N-1)/N    in a ring (see collectives.py); in the last microbatch only
-    Beside it three numbers are all-reduced: the tokens, the microbatches, for which the host waits, the loss.
+    Also three numbers: the step's tokens, its microbatches (for which the host waits), and its loss.
 
 Run
     torchrun --nproc_per_node=2 uneven.py
@@ -39,10 +39,11 @@ Run
 Left out
     Kernels that skip what the mask hides: here attention computes all s x s scores of a row, hidden or not.
     FlexAttention skips blocks of them, and varlen kernels take documents end to end, without rows or padding.
-    Microbatches that hold equally many tokens, not rows. Documents are cut at --context, not carried over.
+    Microbatches that hold equally many tokens, not rows. The pieces of a long document do not see each other.
     The printed tok/s counts each document as --context tokens. What ddp.py leaves out is left out here, too.
-    Not noticed: byte 0 in a document, as it is padding; a second last backward before zero_grad(), where the
-    first counts N times; checkpointed blocks, recomputed without the mask; other threads, which get the mask.
+    Not noticed: byte 0 in a document, as it is padding; two last backwards without zero_grad() between them,
+    where the gradients of the first count N times; attention that is called by another name or recomputed by
+    a checkpoint, which gets no mask; other threads, which get it.
 """
 
 import argparse
@@ -99,13 +100,13 @@ def deal(documents, order, cost, world_size):
 
 
 def flops(config, n_tokens):
-    """Of a document, if attention skips hidden scores. Here it computes them, so times are less even."""
+    """Of a document's forward and backward, if attention skips hidden scores (here it computes them, too)."""
     params = 12 * config.layers * config.width**2 + config.vocab * config.width  # of matrices
     return 6 * params * n_tokens + 6 * config.layers * config.width * n_tokens**2
 
 
 def pack(documents, most):
-    """Rows of one document, or of several if these have at most `most` tokens. Longest first."""
+    """Rows of one document, or of several if these have at most `most` tokens together. Longest first."""
     rows = []
     for document in sorted(documents, key=len, reverse=True):
         for row in rows:
@@ -161,9 +162,9 @@ def load_microbatches(config, documents, step, device, rank, world_size):
     chosen = np.random.default_rng((config.seed, step)).integers(len(documents), size=config.batch)
     drawn = [columns_of(documents[i]) for i in chosen]
     share = deal(drawn, config.order, partial(flops, config), world_size)[rank]
-    rows = [torch.cat(row) for row in pack(share, config.context if config.pack else 0)]
+    rows = [torch.cat(row) for row in pack(share, config.context if config.pack else 0)]  # 0: nothing fits
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device, non_blocking=True)
-    # If all ranks have equally many documents, in rows of their own, this makes --accum microbatches.
+    # b rows each: --accum microbatches, if documents are dealt as drawn and not packed.
     b = config.batch // world_size // config.accum
     batches = []
     for first in range(0, len(rows), b):
@@ -172,7 +173,7 @@ def load_microbatches(config, documents, step, device, rank, world_size):
     return batches
 
 
-# What follows is ddp.py's, but for one line: gradients are summed over the ranks, and divided by nothing.
+# DDP, Bucket and fill_buckets are ddp.py's, but finish_all_reduce() does not divide by the number of ranks.
 
 
 class DDP(nn.Module):
