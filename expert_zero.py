@@ -70,7 +70,7 @@ class ExpertZeRO:
 
     The difficulty is the order. If one rank starts an all-gather before an all-to-all, and another one after
     it, each may wait for the other for ever. So no rank lets tokens decide what it does: it gathers experts
-    with their block, before the all-to-all, and runs them even without tokens."""
+    before their block, and so before the all-to-all, and runs them even without tokens."""
 
     def __init__(self, module: nn.Module, unit_class: type, ep_group, expert_dp_group):
         self.module = module
