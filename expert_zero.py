@@ -24,7 +24,7 @@ Memory (bytes on each of N ranks; U parameters in an expert)
     parameters    m(D+MXU)/N + w(E+V+XU/e+W)    w = 4 in fp32, 2 in bf16; m = 4
     gradients     m(D+MXU)/N + w(E+2(V+XU/e)+max(W,E))
     optimizer     K(D+MXU)/N    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
-    Unsharded at a time: the root, a block with its experts, and its neighbour. Gradients: the root's, a
+    Unsharded: the root, a block with its experts, and its neighbour. Gradients, at most: the root's, a
     block's and its experts' twice (sent and received), and the next block's, or a flat copy of the root's.
 
 Sent (bytes, by each rank in each step of k microbatches, of b sequences of s tokens over all ranks)
@@ -70,7 +70,7 @@ class ExpertZeRO:
 
     The difficulty is the order. If one rank starts an all-gather before an all-to-all, and another one after
     it, each may wait for the other for ever. So no rank lets tokens decide what it does: it gathers experts
-    with their block, before the all-to-all, and runs them even without tokens."""
+    before their block, and so before the all-to-all, and runs them even without tokens."""
 
     def __init__(self, module: nn.Module, unit_class: type, ep_group, expert_dp_group):
         self.module = module
