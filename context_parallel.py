@@ -111,15 +111,15 @@ class Layout:
     def shard(self, x, dim):
         """This rank's tokens, of all tokens along dim."""
         chunks = x.split(self.length, dim)
-        return torch.cat([chunks[i] for i in self.chunks[self.rank]], dim)
+        own = [chunks[i] for i in self.chunks[self.rank]]
+        return torch.cat(own, dim)
 
     def blocks(self, rank, q):
         """Yield (queries, keys, mask, is_causal) of the blocks that this rank sees of that rank's tokens."""
         mine = self.chunks[self.rank]
         theirs = self.chunks[rank]
-        is_one_document = self.sees[mine[-1]][mine[0]] == 2
-        if rank == self.rank and is_one_document and mine == sorted(mine):
-            yield slice(None), slice(None), None, True  # all own chunks in one block, which is faster
+        if rank == self.rank and self.sees[mine[-1]][mine[0]] == 2 and mine == sorted(mine):
+            yield slice(None), slice(None), None, True  # one document, in its order: one block is faster
             return
         for i, queries in zip(mine, self.slots):
             for j, keys in zip(theirs, self.slots):
@@ -196,7 +196,7 @@ def gather_attention(q, k, v, layout):
 
 def gather(kv, layout):
     shards = kv.new_empty(layout.world_size, *kv.shape)
-    all_gather(shards, kv, group=layout.group)
+    all_gather(shards, kv[None], group=layout.group)
     return enumerate(shards)
 
 
@@ -344,7 +344,7 @@ def train(config):
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
-    if config.save and dist.get_rank() == 0:
+    if config.save and not dist.get_rank():
         save_weights(model.to(dtype).state_dict(), config.save)
 
 

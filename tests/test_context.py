@@ -365,7 +365,7 @@ CHECKS = [
 test_each_promise_is_kept = holds("context_parallel", *CHECKS, *GROUPS)
 SEND = "        receive = send_to_next(kv, layout)\n"
 USE = "        yield layout.rank - hops, kv  # below 0: counted from the last rank\n"
-GATHER = "    all_gather(shards, kv, group=layout.group)\n"
+GATHER = "    all_gather(shards, kv[None], group=layout.group)\n"
 MUTANTS = [
     ("out.lerp_(block.to(out.dtype), block_share)", "out.add_(block)", check_attention, "output differs"),
     ("torch.sigmoid(block_lse - lse)", "1 / (1 + lse.exp() / block_lse.exp())", check_rounding, "differs"),
