@@ -335,10 +335,9 @@ def train(config):
             microloss.backward()
             loss += microloss.detach()
         # Each loss is the mean over this rank's tokens. All ranks have equally many.
-        grads = [param.grad for param in model.parameters()]
-        flat_grad = nn.utils.parameters_to_vector(grads)
-        dist.all_reduce(flat_grad)
-        nn.utils.vector_to_parameters(flat_grad / world_size, grads)
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= world_size
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         model.zero_grad()
