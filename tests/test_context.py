@@ -387,7 +387,7 @@ MUTANTS = [
     ("(first <= last.mT).any(0)", "(first <= last.mT).all(0)", check_skipped, "another mask"),
     ("(last == first.mT).all(0)", "(last == first.mT).any(0)", check_skipped, "another mask"),
     (".tril().cpu()", ".cpu()", check_balance, "not half of all products"),
-    ("[i, n_chunks - 1 - i] if", "[2 * i, 2 * i + 1] if", check_balance, "ranks have different work"),
+    ("[i, n_chunks - 1 - i]", "[2 * i, 2 * i + 1]", check_balance, "ranks have different work"),
     ("if self.sees[i][j] == 2:", "if False:", check_balance, "a mask that hides nothing"),
     (SEND + USE, USE + SEND, check_overlap, "another order"),
     (GATHER, 2 * GATHER, check_messages, "other messages"),
