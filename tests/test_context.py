@@ -141,8 +141,9 @@ def check_documents(name, size=2, kind="gather", watched=False):
 
 @pytest.mark.parametrize("size, kind", [*product((1, 2, 4), KINDS), (8, "ring")])
 def test_training_is_single_pys_and_bytes_are_the_formulas(size, kind):
-    check_parity("context_parallel", size, JOB, f"--kind {kind}", watched=True)
-    check_ledger("context_parallel", size, f"{JOB} --kind {kind}", EXACT)
+    job = f"{JOB} --accum 1" if size == 8 else JOB  # 8 ranks take long
+    check_parity("context_parallel", size, job, f"--kind {kind}", watched=True)
+    check_ledger("context_parallel", size, f"{job} --kind {kind}", EXACT)
 
 
 @pytest.mark.parametrize("size, kind", [*product((1, 2, 4), KINDS), (3, "gather"), (3, "ring")])
