@@ -1,9 +1,8 @@
 """Context parallelism: each rank has 1/N of every row's tokens, and only attention needs those of others.
 
 Idea
-    The activations of a long row do not fit on one GPU, so its tokens are split across ranks. Norms and MLPs
-    treat each token alone, but a query needs the keys and values (kv) of all tokens before it.
-
+    The activations of a long row do not fit on one GPU, so ranks share its tokens. Norms and MLPs treat each
+    alone, but a query needs keys and values (kv) of all before it (with --documents, in its own document).
     Gather (Llama 3, arXiv 2407.21783, section 3.3.2): the ranks all-gather kv, and each computes attention of
     its own queries. Backward gathers kv again, so that each layer keeps only 1/N of them.
     Ring (arXiv 2310.01889) needs less memory, and hides messages: kv go round from rank to rank. A rank
@@ -13,7 +12,6 @@ Idea
 
     A causal mask gives later tokens more work. So a row is cut into 2N chunks, and rank i has chunks i and
     2N-1-i, an early and a late one (zigzag): then all ranks have the same work, in each hop of a ring, too.
-    With --documents a row has several, and a token sees the earlier ones of its own: the mask hides more.
 
 Timeline (forward on rank 2 of 4; in a ring's backward, gradients follow their kv a hop later)
     Gather  | all-gather of kv       | queries x kv of ranks 0, 1, 2, 3
@@ -24,13 +22,13 @@ Timeline (forward on rank 2 of 4; in a ring's backward, gradients follow their k
 Memory (bytes on each of N ranks; P parameters)
     L layers, a heads, h width, s tokens in a row, v in the vocabulary; b rows in a microbatch
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    m bytes of a gradient, of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
+    m bytes of a gradient, a statistic of a norm, a log-sum-exp, and a logit in the loss: 4, in fp64 8
     parameters    (w+c)P
     gradients     mP
     optimizer     KP    K = 8 for AdamW's two moments, in fp64 16; for SGD 0
-    activations   bs((16L+2)wh+(4L+2+aL+v)m)/N    without --kind ulysses; mostly 16wbsh/N in a layer
+    activations   bs((16L+2)wh+(4L+2+aL+v)m)/N    without --kind ulysses; mostly the 16wbsh/N of each layer
     activations   bs((17L+2)wh+(4L+2+aL+v)m)/N    with --kind ulysses, which keeps its output twice
-    While a layer computes, gather has 2wbsh of kv, in backward 4wbsh; ring 4wbsh/N, in backward 8wbsh/N.
+    While a layer computes, gather has 2wbsh of kv, a ring 4wbsh/N; in backward, with gradients, twice that.
 
 Sent (bytes, by each rank in each step of k microbatches)
     all-gather        4wkLbsh(N-1)/N               with --kind gather: kv in forward, again in backward
@@ -45,10 +43,10 @@ Run
 
 Left out
     Attention that is not causal; positions that start anew in each document. A ring sends on what nobody
-    needs: if no document is longer than a chunk, a rank needs kv of two others, not N-1. GPUs take the kernel
-    with masks, not the fastest: an error if k has fewer heads than q, or a masked chunk not 8 x n tokens.
-    Not noticed: positions, as rotary angles, that are not sharded like the tokens; targets shifted after
-    sharding, not before; targets to ignore, as the mean over ranks takes all to have equally many tokens.
+    needs: if no document is longer than a chunk, a rank needs only the chunk before each of its own. GPUs
+    take the kernel with masks. Its errors: fp64; fewer heads in k than in q; a head's width, or a masked
+    chunk's tokens, that are no multiple of 8. Not noticed: rotary angles not sharded like the tokens; targets
+    shifted after sharding, not before; targets to ignore (ranks are taken to have equally many).
 """
 
 import argparse
@@ -76,44 +74,55 @@ class Layout:
     """Which rank has which tokens, and which keys a query sees: those before it, in its own document.
 
     If neither memory nor time mattered, each rank would all-gather k and v of all tokens, in their order, and
-    compute attention of its own queries by its rows of the whole mask (places, documents: of all tokens):
+    compute attention of its own queries by its rows of the whole mask:
 
         mask = (places[own, None] >= places) & (documents[own, None] == documents)  # (s/N, s)
         out = F.scaled_dot_product_attention(q, k, v, mask)
 
-    But half of this mask or more is False, and its work is done for nothing. So here it is cut into blocks, a
-    chunk's queries by a chunk's keys, of which hidden ones are skipped. begins (b, s), or (1, s) if all rows
-    are alike: whether a token is a document's first. It must be the same on all ranks."""
+    But half of this mask or more is False. So here it is cut into blocks, and hidden ones are skipped.
+    begins (b, s), or (1, s): whether a token is a document's first. It must be the same on all ranks."""
 
-    def __init__(self, begins: torch.Tensor, group=None):
+    def __init__(self, begins: torch.Tensor, group=None, zigzag=True):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         n_chunks = 2 * self.world_size
-        if begins.shape[1] % n_chunks:
-            raise ValueError(f"{begins.shape[1]} tokens: must be a multiple of 2 x the ranks")
-        self.chunks = [[i, n_chunks - 1 - i] for i in range(self.world_size)]  # of each rank
+        self.chunks = []  # of each rank
+        for i in range(self.world_size):
+            if zigzag:
+                self.chunks.append([i, n_chunks - 1 - i])
+            else:
+                self.chunks.append([2 * i, 2 * i + 1])
         numbers = begins.cumsum(1)  # of each token's document in its row
         self.documents = numbers.unflatten(1, (n_chunks, -1))  # (b, 2N, tokens of a chunk)
         self.length = self.documents.shape[2]
-        self.places = [slice(n * self.length, (n + 1) * self.length) for n in range(n_chunks)]
+        self.slots = []  # where the first, second, ... of a rank's chunks is among its tokens
+        for n in range(n_chunks):
+            self.slots.append(slice(n * self.length, (n + 1) * self.length))
         first = self.documents[..., :1]
         last = self.documents[..., -1:]
         # Chunk i sees some of chunk j, itself or an earlier one, if in any row a document of j goes on in i.
-        # It sees all of j if in all rows both are in one document. The host waits for this table.
-        sees_some = (first <= last.mT).any(0)
+        # It sees all of j if in all rows both are in one document.
+        sees_some = (first <= last.mT).any(0)  # [i, j]; not ==, as a chunk with several documents sees itself
         sees_all = (last == first.mT).all(0)
-        self.sees = (sees_some.int() + sees_all).tril().cpu().tolist()  # 0: nothing, 1: some, 2: all
+        sees = sees_some.int() + sees_all  # 0: nothing, 1: some, 2: all
+        self.sees = sees.tril().cpu().tolist()  # the host waits for it
 
     def shard(self, x, dim):
         """This rank's tokens, of all tokens along dim."""
         chunks = x.split(self.length, dim)
-        return torch.cat([chunks[i] for i in self.chunks[self.rank]], dim)
+        own = [chunks[i] for i in self.chunks[self.rank]]
+        return torch.cat(own, dim)
 
     def blocks(self, rank, q):
         """Yield (queries, keys, mask, is_causal) of the blocks that this rank sees of that rank's tokens."""
-        for i, queries in zip(self.chunks[self.rank], self.places):
-            for j, keys in zip(self.chunks[rank], self.places):
+        mine = self.chunks[self.rank]
+        theirs = self.chunks[rank]
+        if rank == self.rank and self.sees[mine[-1]][mine[0]] == 2 and mine == sorted(mine):
+            yield slice(None), slice(None), None, True  # one document, in its order: one block is faster
+            return
+        for i, queries in zip(mine, self.slots):
+            for j, keys in zip(theirs, self.slots):
                 if self.sees[i][j]:
                     yield queries, keys, self.mask(i, j, q), i == j
 
@@ -122,7 +131,7 @@ class Layout:
         if self.sees[i][j] == 2:
             return None
         is_same = self.documents[:, i, :, None] == self.documents[:, j, None]
-        # Not -inf: a query that sees nothing of a block must have a softmax there, to be given no weight.
+        # Not -inf: if a query sees nothing of a block, its softmax there must not be NaN, but have no weight.
         mask = torch.where(is_same, 0.0, -1e30).to(q.dtype)
         return mask.unsqueeze(1).expand(*q.shape[:2], -1, -1)
 
@@ -138,29 +147,35 @@ class Attention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)  # blocks are merged in fp32 at least
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full_like(out[..., :1], -math.inf)  # log-sum-exp of the scores so far
-        for rank, kv in bring(torch.stack([k, v]), layout):
-            for queries, keys, *mask in layout.blocks(rank, q):
-                block, block_lse = attend(q[:, :, queries], *kv[..., keys, :], *mask)
+        q = q.contiguous()  # kernels are faster then
+        own_kv = torch.stack([k, v])
+        for rank, kv in bring(own_kv, layout):
+            for queries, keys, mask, is_causal in layout.blocks(rank, q):
+                k, v = kv[..., keys, :]
+                block, block_lse = attend(q[:, :, queries], k, v, mask, is_causal)
                 merge(out[:, :, queries], lse[:, :, queries], block, block_lse)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, own_kv, out, lse)
         ctx.how = layout, bring, take_back
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, own_kv, out, lse = ctx.saved_tensors
         layout, bring, take_back = ctx.how
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
 
         def grads_of_kv():
-            for rank, kv in bring(torch.stack([k, v]), layout):
-                grad_kv = torch.zeros_like(kv)  # in kv's dtype, in which it travels
-                for queries, keys, *mask in layout.blocks(rank, q):
+            for rank, kv in bring(own_kv, layout):
+                grad_kv = torch.zeros_like(kv)  # in kv's dtype, in which it travels (in bf16 each hop rounds)
+                grad_k, grad_v = grad_kv
+                for queries, keys, mask, is_causal in layout.blocks(rank, q):
                     of_queries = [x[:, :, queries] for x in (grad, out, lse, q)]
-                    block_q, *block_kv = attend_backward(*of_queries, *kv[..., keys, :], *mask)
+                    k, v = kv[..., keys, :]
+                    block_q, block_k, block_v = attend_backward(*of_queries, k, v, mask, is_causal)
                     grad_q[:, :, queries] += block_q
-                    grad_kv[..., keys, :] += torch.stack(block_kv)
+                    grad_k[:, :, keys] += block_k
+                    grad_v[:, :, keys] += block_v
                 yield grad_kv
 
         grad_k, grad_v = take_back(grads_of_kv(), layout)
@@ -174,7 +189,6 @@ def merge(out, lse, block, block_lse):
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-# The first way: all keys and values arrive in one message, and all their gradients leave in one.
 def gather_attention(q, k, v, layout):
     """Attention of this rank's q (b, a, s/N, h/a) to all ranks' k and v (b, a_kv, s/N, h/a)."""
     return Attention.apply(q, k, v, layout, gather, reduce_scatter)
@@ -188,28 +202,14 @@ def gather(kv, layout):
 
 def reduce_scatter(grads, layout):
     # An all-to-all and a sum do the same, and gloo's own reduce-scatter sends twice as much.
-    parts = torch.stack(list(grads))
-    return AllToAll.apply(parts, 0, 0, layout.group).sum(0)
+    parts = torch.stack(list(grads))  # part i goes to rank i
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=layout.group)
+    return received.sum(0)
 
 
-class AllToAll(torch.autograd.Function):
-    """Send part i of x along dim `split` to rank i, join arrivals along dim `join`. Backward: the reverse."""
-
-    @staticmethod
-    def forward(ctx, x, split, join, group):
-        ctx.back = join, split, group
-        parts = torch.stack(x.chunk(dist.get_world_size(group), split))
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(received.unbind(), join)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return AllToAll.apply(grad, *ctx.back), None, None, None
-
-
-# This has two problems. While keys and values travel, nothing is computed. And those of all tokens must fit,
-# if only while a layer computes. So the second way: those of one rank are used while others arrive.
+# Gathering, the first way, has two problems. While keys and values travel, nothing is computed. And those of
+# all tokens must fit while a layer computes. The second way uses those of one rank while others arrive.
 def ring_attention(q, k, v, layout):
     """Like gather_attention()."""
     return Attention.apply(q, k, v, layout, rotate, rotate_grads)
@@ -219,7 +219,7 @@ def rotate(kv, layout):
     """Yield (rank, its k and v): those of this rank, of the one before it, and so on round the ring."""
     for hops in range(layout.world_size - 1):
         receive = send_to_next(kv, layout)
-        yield layout.rank - hops, kv
+        yield layout.rank - hops, kv  # below 0: counted from the last rank
         kv = receive()
     yield layout.rank + 1 - layout.world_size, kv
 
@@ -255,19 +255,33 @@ def send_to_next(tensor, layout):
     return receive
 
 
-# A ring sends as much as gathering does. The third way sends less if N > 2, but a rank must have a head.
+# A ring sends about as much as gathering. The third way sends 4/(3N) of it, but a rank must have a head.
 def ulysses_attention(q, k, v, layout):
-    """Like gather_attention(); N must divide a_kv."""
-    q = AllToAll.apply(q, 1, 2, layout.group)  # (b, a/N, s, h/a)
-    k = AllToAll.apply(k, 1, 2, layout.group)
-    v = AllToAll.apply(v, 1, 2, layout.group)
+    """Like gather_attention(); N must divide a_kv. It is faster without zigzag."""
+    q, k, v = [AllToAll.apply(x, 1, 2, layout) for x in (q, k, v)]  # (b, a/N, s, h/a)
     # Now this rank has all chunks, in the order of the ranks, and needs no others: it is a ring of one.
     alone = copy(layout)
     alone.rank = 0
     alone.world_size = 1
-    alone.chunks = [np.concatenate(layout.chunks)]
+    alone.chunks = [[*np.ravel(layout.chunks)]]
     out = ring_attention(q, k, v, alone)
-    return AllToAll.apply(out, 2, 1, layout.group)  # (b, a, s/N, h/a)
+    return AllToAll.apply(out, 2, 1, layout)  # (b, a, s/N, h/a)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send part i of x along dim `split` to rank i, join arrivals along dim `join`. Backward: the reverse."""
+
+    @staticmethod
+    def forward(ctx, x, split, join, layout):
+        ctx.back = join, split, layout
+        parts = torch.stack(x.chunk(layout.world_size, split))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=layout.group)
+        return torch.cat(received.unbind(), join)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, *ctx.back), None, None, None
 
 
 KINDS = {
@@ -276,10 +290,8 @@ KINDS = {
     "ulysses": ulysses_attention,
 }
 
-# A reader may skip the next two functions. They call the kernels, one for CPUs and one for GPUs, that torch
-# has behind F.scaled_dot_product_attention, which does not return the log-sum-exp. 0.0: no dropout.
 
-
+# A reader may skip the next two functions, which call the kernels for CPUs and for GPUs. 0.0: no dropout.
 def attend(q, k, v, mask, is_causal):
     """A block's output, and the log-sum-exp of each query's scores (b, a, s/2N, 1)."""
     if q.is_cuda:
@@ -291,8 +303,8 @@ def attend(q, k, v, mask, is_causal):
 
 
 def attend_backward(grad, out, lse, q, k, v, mask, is_causal):
-    """A block's part of the gradients of q, k, v. With lse of all keys, exp(score - lse) is a key's weight
-    in the whole softmax, so these parts just add up (arXiv 2307.08691, section 3.1)."""
+    """A block's part of the gradients of q, k, v. As out and lse are those of all keys, exp(score - lse) is a
+    key's weight in the whole softmax, and these parts just add up (arXiv 2307.08691, section 3.1)."""
     lse = lse.squeeze(-1)
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -300,13 +312,14 @@ def attend_backward(grad, out, lse, q, k, v, mask, is_causal):
         )
     lse = F.pad(lse, (0, -q.shape[2] % 32), value=math.inf)  # as the kernel pads it
     needed = True, True, True, False  # gradients: that of the mask is not
-    return aten._scaled_dot_product_efficient_attention_backward(
+    grads = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, mask, out, lse, None, None, 0.0, needed, is_causal
-    )[:3]
+    )
+    return grads[:3]
 
 
 def train(config):
-    """Train with these flags. In bf16 the model has the fp32 masters; `weights` are their casts."""
+    """Train with these flags. In bf16 the model has the fp32 masters, and runs with their casts."""
     device, text = check_and_set_up(config)
     world_size = dist.get_world_size()
     dtype = DTYPES[config.dtype]
@@ -330,7 +343,7 @@ def train(config):
         model.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
-    if config.save and dist.get_rank() == 0:
+    if config.save and not dist.get_rank():
         save_weights(model.to(dtype).state_dict(), config.save)
 
 
@@ -339,12 +352,13 @@ def loss_of(model, weights, inputs, targets, config):
     begins = torch.zeros(1, config.context, dtype=torch.bool)  # each row is one document
     if config.documents:
         begins = inputs == ord("\n")
-    layout = Layout(begins)
+    layout = Layout(begins, zigzag=config.kind != "ulysses")
 
     def attention(q, k, v, is_causal):  # in place of torch's, so that Block stays as it is
         return KINDS[config.kind](q, k, v, layout)
 
-    positions = layout.shard(weights["positions.weight"], 0)  # of which GPT takes the first s/N rows
+    # GPT adds the first s/N rows of positions.weight: let them be those of this rank's tokens.
+    positions = layout.shard(weights["positions.weight"], 0)
     weights = weights | {"positions.weight": positions}
     with mock.patch.object(F, "scaled_dot_product_attention", attention):
         logits = functional_call(model, weights, layout.shard(inputs, 1))
@@ -357,28 +371,13 @@ def check_and_set_up(config):
         refuse(f"--context {config.context}: must be a multiple of 2 x {world_size} ranks")
     if config.kind == "ulysses" and config.heads % world_size:
         refuse(f"--heads {config.heads}: must be a multiple of the {world_size} ranks")
-    device, text = set_up(config, f" | {config.kind} | documents {config.documents}", replicas=1)
-    if device.type == "cuda":
-        if config.dtype == "fp64":
-            refuse("--dtype fp64: the kernel for GPUs takes fp32 or bf16; use --device cpu")
-        if config.width % (8 * config.heads):
-            refuse(f"--width {config.width}: on GPUs must be a multiple of 8 x --heads {config.heads}")
-    return device, text
+    return set_up(config, f" | {config.kind} | documents {config.documents}", replicas=1)
 
 
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument(
-        "--kind",
-        choices=KINDS,
-        default="gather",
-        help="how keys and values reach the queries",
-    )
-    own.add_argument(
-        "--documents",
-        action="store_true",
-        help="each newline begins a document",
-    )
+    own.add_argument("--kind", choices=KINDS, default="gather", help="how queries meet keys")
+    own.add_argument("--documents", action="store_true", help="each newline begins a document")
     return read_flags(arguments, own)
 
 

@@ -333,10 +333,8 @@ class OtherAttention(AllReduced):
         super().__init__(lesson, config, device)
         assert not config.documents, "the peers' rows are of one document: run without --documents"
         self.method = method
-        layout = lesson.Layout(torch.zeros(1, config.context, dtype=torch.bool))
-        if method is None:  # tokens in their order
-            layout.chunks = [[2 * i, 2 * i + 1] for i in range(layout.world_size)]
-        self.own = layout.shard
+        one_document = torch.zeros(1, config.context, dtype=torch.bool)
+        self.own = lesson.Layout(one_document, zigzag=method is not None).shard
 
     def attention(self, q, k, v, is_causal):
         return TorchRing.apply(self.lesson, q, k, v)

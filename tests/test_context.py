@@ -12,11 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from test_all import EXACT, check_ledger, check_parity
-from tests.harness import ROOT, TINY, apart, error_of, holds, load, mutants, on_ranks, said, train
+from tests.harness import ROOT, TINY, apart, error_of, holds, load, mutants, on_ranks, train
 from tests.streams import Streams
 
 KINDS = ("gather", "ring", "ulysses")
 LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
+JOB = f"--accum 3 --batch 6 --steps 2 {LONG}"
 NEWLINE = ord("\n")
 
 
@@ -50,6 +51,7 @@ def check_attention(
     limit=1e-12,
     ranks=None,
     tokens=12,
+    zigzag=True,
 ):
     """Output and gradients of q, k, v are those on one device; ranks: of a group of so many."""
     lesson = load(name)
@@ -63,7 +65,7 @@ def check_attention(
     out = F.scaled_dot_product_attention(*whole, mask_of(begins), enable_gqa=True)
     given = torch.randn(out.shape, generator=generator).to(dtype).double()
     expected = [out, *torch.autograd.grad(out, whole, given)]
-    layout = lesson.Layout(begins, group)
+    layout = lesson.Layout(begins, group, zigzag)
     own = [layout.shard(x.detach().to(dtype), 2).requires_grad_() for x in whole]
     attention = lesson.KINDS[kind]
     out = attention(*own, layout)
@@ -79,8 +81,10 @@ def check_attention(
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("begins", [False, True])
 def test_attention_is_that_of_one_device(size, begins, kind):
-    heads = (4 * size, 2 * size, 2 * size) if kind == "ulysses" else (6, 2, 2)
-    check_attention("context_parallel", size=size, kind=kind, begins=begins, heads=heads, tokens=24)
+    flags = {"size": size, "kind": kind, "begins": begins, "tokens": 24}
+    if kind == "ulysses":
+        flags |= {"heads": (4 * size, 2 * size, 2 * size), "zigzag": False}
+    check_attention("context_parallel", **flags)
 
 
 @on_ranks(2)
@@ -88,7 +92,7 @@ def check_errors(name):
     """What would be wrong, and not noticed, is an error."""
     lesson = load(name)
     error = error_of(lambda: lesson.Layout(documents_of(1, 15)))
-    assert error == "ValueError: 15 tokens: must be a multiple of 2 x the ranks", error
+    assert "sizes [4, -1] don't multiply up to the size of dim 1 (15)" in error, error
     layout, x = lesson.Layout(documents_of(1, 16)), torch.zeros(1, 3, 16, 4)
     for kind in KINDS[:2]:
         error = error_of(lambda kind=kind: lesson.KINDS[kind](x, x, x, layout))
@@ -126,11 +130,10 @@ def plain(flags):
     return found, model.state_dict()
 
 
-def check_documents(name, size=2, kind="gather", flags=f"--accum 3 {LONG}"):
+def check_documents(name, size=2, kind="gather", watched=False):
     """With --documents losses, norms and weights are those of one process with the whole mask."""
-    flags = f"{EXACT} {flags}"
-    expected, weights = plain(flags)
-    result, own = train(name, size, f"{flags} --documents --kind {kind}")
+    expected, weights = plain(f"{EXACT} {JOB}")
+    result, own = train(name, size, f"{EXACT} {JOB} --kind {kind} --documents", watched)
     assert apart(result["losses"], expected["losses"]) < 1e-10, "losses differ"
     assert apart(result["grad_norms"], expected["grad_norms"]) < 1e-10, "gradient norms differ"
     assert apart(own, weights) < 1e-9, "weights differ"
@@ -138,18 +141,15 @@ def check_documents(name, size=2, kind="gather", flags=f"--accum 3 {LONG}"):
 
 @pytest.mark.parametrize("size, kind", [*product((1, 2, 4), KINDS), (8, "ring")])
 def test_training_is_single_pys_and_bytes_are_the_formulas(size, kind):
-    own = f"--kind {kind}"
-    check_parity("context_parallel", size, f"--accum 1 {LONG} --batch 4 --steps 2", own)
-    for flags in (own, f"{own} --documents")[size == 8 :]:  # 8 ranks take long
-        try:
-            check_ledger("context_parallel", size, f"--accum 3 {LONG} {flags}")
-        except AssertionError:  # gloo may still hold the last all-to-all, by chance: not twice
-            check_ledger("context_parallel", size, f"--accum 3 {LONG} {flags} --seed 1")
+    job = f"{JOB} --accum 1" if size == 8 else JOB  # 8 ranks take long
+    check_parity("context_parallel", size, job, f"--kind {kind}", watched=True)
+    check_ledger("context_parallel", size, f"{job} --kind {kind}", EXACT)
 
 
 @pytest.mark.parametrize("size, kind", [*product((1, 2, 4), KINDS), (3, "gather"), (3, "ring")])
-def test_with_documents_training_is_that_with_the_whole_mask(size, kind):
-    check_documents("context_parallel", size, kind)
+def test_with_documents_training_is_that_with_the_whole_mask_and_bytes_are_the_same(size, kind):
+    check_documents("context_parallel", size, kind, watched=True)
+    check_ledger("context_parallel", size, f"{JOB} --kind {kind} --documents", EXACT)
 
 
 @on_ranks(2)
@@ -169,7 +169,7 @@ def check_probe(name, kind="gather"):
         logits = lesson.loss_of(model, dict(model.named_parameters()), inputs, inputs, config)
         dist.all_gather_object(shards, logits)
         chunks = torch.cat(shards, 1)[0].chunk(2 * len(shards))
-        order = list(chain(*lesson.Layout(inputs == NEWLINE).chunks))
+        order = list(chain(*lesson.Layout(inputs == NEWLINE, zigzag=kind != "ulysses").chunks))
         return torch.cat([chunks[order.index(i)] for i in range(len(order))])
 
     leaks = 0
@@ -220,12 +220,13 @@ def check_balance(name):
         for hops in range(size):
             work = []
             for rank, layout in enumerate(layouts):
-                blocks = list(layout.blocks((rank - hops) % size, q))
-                assert all(mask is None for _, _, mask, _ in blocks), "a mask that hides nothing"
-                work.append(sum(1 / 2 if is_causal else 1 for *_, is_causal in blocks))
+                work.append(0)
+                for queries, keys, mask, is_causal in layout.blocks((rank - hops) % size, q):
+                    assert mask is None, "a mask that hides nothing"
+                    work[-1] += len(range(4)[queries]) * len(range(4)[keys]) / (1 + is_causal)
             assert len(set(work)) == 1, f"ranks have different work: {work}"
             total += sum(work)
-        assert total == 2 * size**2, "not half of all products"
+        assert total == (4 * size) ** 2 / 2, "not half of all products"
 
 
 def check_skipped(name):
@@ -236,22 +237,21 @@ def check_skipped(name):
         begins = documents_of(rows, 2 * size * length, seed) & (torch.rand(rows, 1) < 0.8)
         begins &= torch.rand(begins.shape) < seed / 11  # from one document in a row to many
         mask = mask_of(begins)
-        for mine, layout in enumerate(layouts_of(lesson, begins, size)):
-            for theirs in range(size):
-                found = {}
-                for queries, keys, *how in layout.blocks(theirs, torch.zeros(rows, 1, 1, 1)):
-                    i = layout.chunks[mine][queries.start // length]
-                    j = layout.chunks[theirs][keys.start // length]
-                    found[i, j] = how
-                for i, j in product(layout.chunks[mine], layout.chunks[theirs]):
-                    part = mask[:, :, i * length : (i + 1) * length, j * length : (j + 1) * length]
-                    assert part.any() == ((i, j) in found), f"chunk {i} sees chunk {j}: {part.any()}"
-                    if part.any():
-                        block_mask, is_causal = found[i, j]
-                        shown = torch.ones_like(part) if block_mask is None else block_mask == 0
-                        assert torch.equal(shown.tril() if is_causal else shown, part), "another mask"
-                        seen[block_mask is None] += 1
-    assert min(seen.values()) > 100, f"not tested: {seen}"
+        layouts = layouts_of(lesson, begins, size)
+        for mine, theirs in product(range(size), repeat=2):
+            expected = layouts[theirs].shard(layouts[mine].shard(mask, 2), 3)
+            shown = torch.zeros_like(expected)
+            for queries, keys, block_mask, is_causal in layouts[mine].blocks(theirs, expected):
+                part = shown[:, :, queries, keys]
+                assert not part.any(), "a block twice"
+                part |= True if block_mask is None else block_mask == 0
+                assert block_mask is None or not part.all(), "a mask that hides nothing"
+                if is_causal:
+                    part.tril_()
+                assert part.any(), "a block that shows nothing"
+                seen[block_mask is None, is_causal] += 1
+            assert torch.equal(shown, expected), "another mask"
+    assert len(seen) == 4 and min(seen.values()) > 20, f"not tested: {seen}"
 
 
 @on_ranks(3)
@@ -296,8 +296,8 @@ class Kernels(Streams):
         lesson = super().load_lesson()
         make = lesson.Layout.__init__
 
-        def make_masked(layout, *args):
-            make(layout, *args)
+        def make_masked(layout, *args, **zigzag):
+            make(layout, *args, **zigzag)
             if self.config.documents:
                 layout.sees = torch.ones(len(layout.sees), len(layout.sees)).int().tril().tolist()
 
@@ -334,29 +334,27 @@ def check_gpu(name):
         gpu = Kernels(ROOT / f"{name.removesuffix('.py')}.py", rank, size)
         gpu.calls = Counter()
         gpu.run(f"{TINY} {flags} --steps 1 --layers 1 --width 96 --dtype {dtype} --kind {kind}")
-        chunks = 2 * size if kind == "ulysses" else 2
-        blocks = size * (2 * size - 1) if kind == "ulysses" else 2 * size - 1  # that are not causal
+        causal, others = (1, 2 * (size - 1))  # blocks: own chunks in one
+        if "--documents" in flags:
+            causal, others = (2 * size, size * (2 * size - 1)) if kind == "ulysses" else (2, 2 * size - 1)
         expected = Counter()
         for each in kernel, f"{kernel}_backward":
-            expected[each, True] = chunks
-            expected[each, False] = blocks
+            expected[each, True] = causal
+            expected[each, False] = others
         assert gpu.calls == expected, f"other kernels in {dtype}: {gpu.calls}"
-
-
-@pytest.mark.parametrize("flags", ["--dtype fp64", "--width 36"])
-def test_what_gpus_cannot_run_is_refused(flags):
-    gpu = Streams(ROOT / "context_parallel.py", 0, 2)
-    _, (line,), code = said(lambda: gpu.run(f"{TINY} --width 96 {flags}"))
-    assert code == 2 and line.startswith(f"context_parallel.py: {flags}: ")
 
 
 check_packed = partial(check_attention, begins=True)
 check_group = partial(check_packed, size=4, ranks=2)
 check_ring = partial(check_packed, kind="ring")
 check_ulysses = partial(check_packed, size=2, kind="ulysses", heads=(8, 4, 4))
+check_zigzag = partial(check_ulysses, begins=False)
+check_in_order = partial(check_packed, zigzag=False)
 check_long = partial(check_parity, size=4, flags=f"--accum 3 {LONG}")
 GROUPS = [check_group, partial(check_group, kind="ring"), partial(check_ulysses, size=4, ranks=2)]
 CHECKS = [
+    check_zigzag,
+    check_in_order,
     check_errors,
     check_rounding,
     check_balance,
@@ -366,33 +364,37 @@ CHECKS = [
     check_gpu,
 ]
 test_each_promise_is_kept = holds("context_parallel", *CHECKS, *GROUPS)
-LATE = "        yield layout.rank - hops, kv\n        receive = send_to_next(kv, layout)\n"
-EARLY = "        receive = send_to_next(kv, layout)\n        yield layout.rank - hops, kv\n"
+SEND = "        receive = send_to_next(kv, layout)\n"
+USE = "        yield layout.rank - hops, kv  # below 0: counted from the last rank\n"
 GATHER = "    all_gather(shards, kv[None], group=layout.group)\n"
 MUTANTS = [
     ("out.lerp_(block.to(out.dtype), block_share)", "out.add_(block)", check_attention, "output differs"),
     ("torch.sigmoid(block_lse - lse)", "1 / (1 + lse.exp() / block_lse.exp())", check_rounding, "differs"),
     ("lse.copy_(torch.logaddexp(lse, block_lse))", "lse.copy_(block_lse)", check_attention, "output differs"),
-    ("layout.group).sum(0)", "layout.group)[layout.rank]", check_attention, "dK differs"),
+    ("received.sum(0)", "received[layout.rank]", check_attention, "dK differs"),
     ("            grad_kv += receive()\n", "            receive()\n", check_ring, "dK differs"),
     ("yield queries, keys, self.mask(i, j, q), i == j", "yield queries, keys, self.mask(i, j, q), False",
-     check_attention, "output differs"),
-    ("in zip(self.chunks[self.rank]", "in zip(self.chunks[self.rank - 1]", check_packed, "output differs"),
+     check_packed, "output differs"),
+    ("slice(None), None, True", "slice(None), None, False", check_attention, "output differs"),
+    (" and mine == sorted(mine)", "", check_zigzag, "output differs"),
+    ("mine = self.chunks[self.rank]", "mine = self.chunks[self.rank - 1]", check_packed, "output differs"),
+    ("if self.sees[i][j]:", "if i >= j:", check_skipped, "a block that shows nothing"),
     ("self.documents[:, i, :, None]", "self.documents[:, i - 2, :, None]", check_packed, "output differs"),
     ("self.documents[:, i, :, None] ==", "self.documents[:, i, :, None] >=", check_probe, "logits of other"),
     ("(is_same, 0.0, -1e30)", "(is_same, 0.0, -math.inf)", check_packed, "output differs"),
     ("0.0, -1e30).to(q.dtype)", "0.0, -1e30)", partial(check_packed, tokens=96), "output differs"),
     ("first <= last.mT", "first < last.mT", check_packed, "output differs"),
-    ("first <= last.mT", "first < last.mT", check_skipped, "sees chunk"),
-    ("(first <= last.mT).any(0)", "(first <= last.mT).all(0)", check_skipped, "sees chunk"),
+    ("first <= last.mT", "first < last.mT", check_skipped, "a mask that hides nothing"),
+    ("(first <= last.mT).any(0)", "(first <= last.mT).all(0)", check_skipped, "another mask"),
     ("(last == first.mT).all(0)", "(last == first.mT).any(0)", check_skipped, "another mask"),
     (".tril().cpu()", ".cpu()", check_balance, "not half of all products"),
     ("[i, n_chunks - 1 - i]", "[2 * i, 2 * i + 1]", check_balance, "ranks have different work"),
     ("if self.sees[i][j] == 2:", "if False:", check_balance, "a mask that hides nothing"),
-    (EARLY, LATE, check_overlap, "another order"),
+    (SEND + USE, USE + SEND, check_overlap, "another order"),
     (GATHER, 2 * GATHER, check_messages, "other messages"),
     ("received.unbind(), join", "received.unbind()[::-1], join", check_ulysses, "output differs"),
-    ("[np.concatenate(layout.chunks)]", "[range(2 * layout.world_size)]", check_ulysses, "output differs"),
+    ("[[*np.ravel(layout.chunks)]]", "[[*range(2 * layout.world_size)]]",
+     check_ulysses, "output differs"),
     ("layout.length * len(layout.chunks[layout.rank])", "q.shape[2]", check_errors, "nothing"),
     ('layout.shard(weights["positions.weight"], 0)', 'weights["positions.weight"]',
      check_long, "losses differ"),

@@ -36,7 +36,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from unittest import mock
 
@@ -96,8 +96,8 @@ def run(lesson, config, trace=None, watch=None):
         config.costs.append([sum(cost(len(document)) for document in share) for share in shares])
         return shares
 
-    def lay_out(begins, *group):
-        layout = own_layout(begins, *group)
+    def lay_out(begins, *group, **zigzag):
+        layout = own_layout(begins, *group, **zigzag)
         if config.documents:
             config.blocks.append([blocks_of(layout, rank) for rank in range(layout.world_size)])
         return layout
@@ -211,7 +211,8 @@ def simulate(lesson, config, ranks, rank, backend="nccl"):
             even = partialmethod(even_counts, lesson.MoE.all_gather_counts)
             stack.enter_context(mock.patch.object(lesson.MoE, "all_gather_counts", even))
         if layout := getattr(lesson, "Layout", None):  # whose tables the host reads
-            lay_out = with_data(lambda begins: layout(torch.zeros(begins.shape, dtype=torch.bool)))
+            one_document = partial(torch.zeros, dtype=torch.bool)
+            lay_out = with_data(lambda begins, **zigzag: layout(one_document(begins.shape), **zigzag))
             stack.enter_context(mock.patch.object(lesson, "Layout", lay_out))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return result_of(lesson, config, *run(lesson, config))

@@ -4,6 +4,7 @@ what collectives are given. What tools/ledger.py counts as held and as sent stan
 
 import gc
 import threading
+import time
 import weakref
 from collections import Counter
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 # {what the operator's name contains: (collective, passes round the ring)}
@@ -75,6 +77,7 @@ class Watch(TorchDispatchMode):
         self.alive = {}  # id of a storage: (its number, bytes, weak reference)
         self.owners = []  # of each number the thread that made it
         self.events = []  # (number, bytes that it grew by)
+        self.lent = []  # weak references to what collectives were given
         self.kinds = {}  # number: kind
         self.same = []  # of each number another one of the same kind, or itself
         self.sent = Counter()
@@ -147,8 +150,8 @@ class Watch(TorchDispatchMode):
         self.before = len(self.same)
         for where, name, note in (  # which are no operators
             (torch.UntypedStorage, "resize_", lambda storage, size: self.resize(id(storage), size)),
-            (torch.autograd, "backward", lambda *_, **__: self.events.append(("backward", 0))),
-            (torch.autograd, "grad", lambda *_, **__: self.events.append(("backward", 0))),
+            (torch.autograd, "backward", lambda *_, **__: self.begin_backward()),
+            (torch.autograd, "grad", lambda *_, **__: self.begin_backward()),
         ):
             self.patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name), note)))
         self.on = True
@@ -157,7 +160,30 @@ class Watch(TorchDispatchMode):
         self.on = False
         self.patches.close()
 
+    def lend(self, function, args):
+        """The arguments of a collective; if the caller waits for it, other tensors with the same storage.
+
+        A thread of gloo, when it has woken the caller, still has these tensors, until it goes on to its next
+        message: microseconds, or milliseconds on a busy machine. Nobody else has them, so they tell when."""
+        names = [argument.name for argument in function._schema.arguments]
+        if dict(zip(names, args)).get("async_op", True):
+            return args
+        args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+        self.lent += [weakref.ref(tensor) for tensor in tensors_in(args)]
+        return args
+
+    def begin_backward(self):
+        """Wait, at most 10 s, until no thread has what the lesson sent and let go of."""
+        for _ in range(10_000):
+            self.lent = [reference for reference in self.lent if reference() is not None]
+            if not self.lent:
+                break
+            time.sleep(0.001)
+        self.events.append(("backward", 0))
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if self.on and function.namespace == "c10d":
+            args = self.lend(function, args)
         result = function(*args, **(kwargs or {}))
         unseen = self.on is False or (self.on is None and not getattr(self.here, "name", None))
         if not unseen and function.namespace != "prim":  # a question about a fake tensor
