@@ -58,7 +58,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
+import torch.distributed.nn  # before set_up(), or it would keep the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call

@@ -18,9 +18,9 @@ Timeline (4 ranks, 8 microbatches: first and last turns; f, b and w are those of
     rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 .. B4 b5 B5 b6 B6 b7 B7 W4 w5 W5 w6 W6 w7 W7
 
 Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
-    parameters    (w+c)R        w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 master weights, else 0
-    gradients     wR+3cG/2      in bf16, MasterWeights copies G = 2^24 gradients at a time, or one tensor's
-    optimizer     KR            K = 8 for Adam's two moments, 0 for SGD
+    parameters    (w+c)R        w = 4 in fp32, 2 in bf16, 8 in fp64; c = 4 in bf16, for master weights, else 0
+    gradients     wR+3cG/2      in bf16, MasterWeights copies G gradients at a time, in 2 + 4 bytes
+    optimizer     KR            K = 8 for Adam's two moments (in fp64 16), 0 for SGD
     From B to W a microbatch keeps two tensors for each linear layer: its input, and its output's gradient.
 
 Sent (bytes, by the busiest rank in each step; k microbatches of b sequences of s tokens, width h)
@@ -51,14 +51,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
+import torch.distributed.nn  # before set_up(), or it would keep the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward, W of weights
+Action = namedtuple("Action", "op stage microbatch")  # op: F, B or W
 NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
-MAX_SENT = 4  # times N: messages that a rank may keep because they have not arrived yet
+MAX_SENT = 4  # times N: messages that a rank may keep until they arrive
 
 
 def zb_v(rank, n_ranks, n_microbatches):

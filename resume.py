@@ -48,12 +48,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
+import torch.distributed.nn  # before set_up(), or it would keep the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
 def save(folder, flags, keep, group, step, state):

@@ -52,11 +52,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: imported later, by torch.optim, it keeps the process group alive
+import torch.distributed.nn  # before set_up(), or it would keep the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11's name
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

@@ -11,11 +11,10 @@ Idea
     2. The number of microbatches. Balanced or packed (3, 4), ranks need different numbers. If each microbatch
        communicates, as in zero2.py and zero3.py, a rank with fewer leaves the others waiting, as the n-th
        all-reduce of a rank meets the n-th of the others. So all agree on the most that any rank has, and fill
-       up with empty ones, whose gradients are zeros. (Here only the last one communicates, so a rank could
-       stop at its own last, if it has any document.)
+       up with empty ones, whose gradients are zeros. (Here, where only the last communicates, a few suffice.)
     3. Balance (--order balanced). All ranks wait for the slowest. A document of s tokens takes 6Ps + 6Lhs^2
-       FLOPs (P parameters in matrices; L layers of width h). Longest first, each goes to the rank that has the least to
-       compute so far (LPT: Graham, 1969).
+       FLOPs (P parameters in matrices; L layers of width h). Longest first, each goes to the rank that has
+       the least to compute so far (LPT: Graham, 1969).
     4. Packing (--pack). Rows of a microbatch are padded to its longest. With several documents in a row there
        is less padding (arXiv 2107.02027). Tokens see their own document alone, whose positions start at 0.
 
@@ -60,7 +59,7 @@ from weakref import proxy
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first: if torch.optim imports it later, the process group is never freed
+import torch.distributed.nn  # before set_up(), or it would keep the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes

@@ -52,7 +52,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: imported later, by torch.optim, it keeps the process group alive
+import torch.distributed.nn  # before set_up(), or it would keep the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
