@@ -277,8 +277,6 @@ def origin(key, quantities):
     if phase == "gradients":
         summed = name.startswith("part") or (step, "backward", name) in noted
         phase = "reduction" if summed else "backward"
-    elif phase == "clip" and (step, "gradients", name) not in noted:  # nothing has clipped it
-        phase = "reduction"
     elif phase == "weights":  # which forward uses
         step, phase = max(step - 1, 1), "forward" if step == 1 else "optimizer"
     return step, phase, name
