@@ -85,7 +85,7 @@ def check_ratio(name):
 ROWS = [
     ("if not is_close(value, expected, tolerance):", "if False:", check_broken, "nothing differs"),
     ('phase = "reduction" if summed', 'phase = "clip" if summed', check_broken, "ddp, pass: said ('clip'"),
-    ("if expected not in coming and", "if False and", check_broken, "ddp, pass: said"),
+    ("is_missing = expected not in coming and", "is_missing = False and", check_broken, "ddp, pass: said"),
     ("expected.repeat_interleave(times), tolerance)", "expected.repeat_interleave(times) + 1, tolerance)",
      check_unbroken, "ddp: forward of"),
     ("ranks**0.5:", "ranks**0.6:", check_ratio, "1.73205 times"),

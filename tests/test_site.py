@@ -142,6 +142,23 @@ def test_who_holds_what_is_what_was_measured():
             assert least <= held <= most, f"{name}: {held:.2f} of single.py's, drawn as {letter}"
 
 
+def test_the_numbers_on_rounding_and_its_broken_lessons_are_what_they_were_measured_with(tmp_path):
+    rounding = load("bench/rounding")
+    page, result = rounding.PAGE.read_text(), json.loads(rounding.RESULT.read_text())
+    assert rounding.page(page, result) == page, "docs/results/rounding.md is old: bench/rounding.py --page"
+    assert list(rounding.files(tmp_path)) == list(result["runs"])  # each broken line is there, once
+    drawn = (ROOT / "docs/rounding.svg").read_text()
+    missing = [name for name in rounding.MUTANTS if f"broken: {name}" not in drawn]
+    assert not missing, f"docs/rounding.svg lacks {missing}"
+    for dtype in rounding.DTYPES:  # what the page says in words
+        runs = {name: run[dtype] for name, run in result["runs"].items() if name != rounding.FIRST}
+        broken = {name: runs.pop(name) for name in rounding.MUTANTS}
+        for name, run in runs.items():
+            assert 1e2 < run["weights"][-1] / run["weights"][0] < 1e4 or dtype == "bf16", f"{name}, {dtype}"
+        most = max(run["norm"][0] for run in runs.values())
+        assert all(run["norm"][0] > 50 * most for run in broken.values()), dtype
+
+
 def check_film(page, site):
     """Steps, keys, play and a click on a line lead to the moments that the film has, and mark its lines."""
     page.goto(f"{site.as_uri()}/zero3.html")

@@ -21,7 +21,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from unittest import mock
 
@@ -197,7 +198,12 @@ def print_of(tensor):
     if tensor.device.type == "meta" or not tensor.numel():
         return str(tensor.shape)
     flat = tensor.detach().flatten().double()
-    return f"{flat.norm():.7g} {flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype).cos():.6g}"
+    return f"{flat.norm():.7g} {flat @ some_numbers(len(flat)):.6g}"
+
+
+@cache
+def some_numbers(length):
+    return torch.arange(1, length + 1, dtype=torch.float64).cos()
 
 
 def record(path, flags):
@@ -229,33 +235,18 @@ def first_difference(found, right, tolerance):
     """The first quantity, and operator, that is not the same rank's of the lesson as it is; or None."""
     differences, operators = [], []
     for rank, (own, other) in enumerate(zip(found, right)):
-        known = other["quantities"]
-        local = {key[1:4] for key in known}
-        before = defaultdict(dict)  # {thread: {phase: operators of both runs, when it was last right}}
-        for key, (when, seen, place, value) in own["quantities"].items():
-            thread, step, phase, name, which = key
-            _, right_seen, _, expected = known.get(key, (0, 0, 0, value))
-            if not is_close(value, expected, tolerance):
-                right_until = [before[thread].get(each, (0, 0)) for each in ("backward", "gradients", "clip")]
-                if phase != "weights":  # a weight that forward finds wrong was so since the update
-                    right_until += before[thread].values()
-                if phase == "gradients":
-                    summed = name.startswith("part") or (step, "backward", name) in local
-                    phase = "reduction" if summed else "backward"
-                if phase == "weights":  # used in forward
-                    step, phase = max(step - 1, 1), "forward" if step == 1 else "optimizer"
-                what = step, which, phase, name, rank, place
-                differences.append((when, *what, *how_far(value, expected, len(found))))
-                lists = own["operators"].get(thread, []), other["operators"].get(thread, [])
-                start, right_start = max(right_until)
-                operator = other_operator(lists[0][start:seen], lists[1][right_start:right_seen])
-                operators.append(operator or other_operator(lists[0][:seen], lists[1][:right_seen]))
-                break
-            if key in known and name not in ("inputs", "targets") and not name.startswith("printed"):
-                before[thread][phase] = seen, right_seen
+        key, since, right_since = first_on_rank(own["quantities"], other["quantities"], tolerance)
+        if key:
+            when, seen, place, value = own["quantities"][key]
+            _, right_seen, _, expected = other["quantities"][key]
+            what = *origin(key, other["quantities"]), key[4], rank, place
+            differences.append((when, *what, *how_far(value, expected, len(found))))
+            lists = own["operators"].get(key[0], []), other["operators"].get(key[0], [])
+            operator = other_operator(lists[0][since:seen], lists[1][right_since:right_seen])
+            operators.append(operator or other_operator(lists[0][:seen], lists[1][:right_seen]))
     if not differences:
         return None
-    names = "when step microbatch phase name rank place size ratio".split()
+    names = "when step phase name microbatch rank place size ratio".split()
     first = dict(zip(names, min(differences, key=lambda each: each[0])))
     first["operator"] = min(filter(None, operators), default=None)
     if first["phase"] == "reduction" and re.search(r"\._?(backward|weight_gradients)$", function_of(first)):
@@ -263,21 +254,43 @@ def first_difference(found, right, tolerance):
     return first
 
 
+def first_on_rank(own, right, tolerance):
+    """(key of the first quantity that differs or None, how many operators both had when all was right)."""
+    until = defaultdict(dict)  # {thread: {phase: these numbers}}
+    for key, (_, seen, _, value) in own.items():
+        thread, _, phase, name, _ = key
+        _, right_seen, _, expected = right.get(key, (0, 0, 0, value))
+        if not is_close(value, expected, tolerance):
+            phases = until[thread]
+            if phase == "weights":  # those that forward finds wrong were so since the update
+                phases = {each: phases.get(each, (0, 0)) for each in ("backward", "gradients", "clip")}
+            return key, *max(phases.values(), default=(0, 0))
+        if key in right and name not in ("inputs", "targets") and not name.startswith("printed"):
+            until[thread][phase] = seen, right_seen
+    return None, 0, 0
+
+
+def origin(key, quantities):
+    """(step, phase, name) in which a quantity became what it is."""
+    _, step, phase, name, _ = key
+    noted = {each[1:4] for each in quantities}
+    if phase == "gradients":
+        summed = name.startswith("part") or (step, "backward", name) in noted
+        phase = "reduction" if summed else "backward"
+    elif phase == "weights":  # which forward uses
+        step, phase = max(step - 1, 1), "forward" if step == 1 else "optimizer"
+    return step, phase, name
+
+
 def other_operator(own, right):
-    """(when, kind, place, the lesson's place) of the first operator that is not the lesson's; or None."""
-    for i, ((what, place, when), (expected, right_place, _)) in enumerate(zip(own, right)):
+    """(when, is it missing, place, the lesson's place) of the first operator that is not the lesson's."""
+    none = "", ("", 0), float("inf")
+    for i, pair in enumerate(zip_longest(own, right, fillvalue=none)):
+        (what, place, when), (expected, right_place, _) = pair
         if what != expected:
-            coming = {each for each, *_ in own[i : i + AHEAD]}
-            right_coming = {each for each, *_ in right[i : i + AHEAD]}
-            if expected not in coming and what in right_coming:
-                return when, "missing", place, right_place
-            if expected in coming and what not in right_coming:
-                return when, "more", place, right_place
-            return when, "other", place, right_place
-    if len(own) > len(right):
-        return own[len(right)][2], "more", own[len(right)][1], ("", 0)
-    if len(own) < len(right):
-        return own[-1][2] if own else 0, "missing", ("", 0), right[len(own)][1]
+            coming, right_coming = ({each[0] for each in ops[i : i + AHEAD]} for ops in (own, right))
+            is_missing = expected not in coming and (not what or what in right_coming)
+            return when, is_missing, place, right_place
     return None
 
 
@@ -297,9 +310,8 @@ def how_far(value, expected, ranks):
     if not is_close(value, ratio * expected, 1e-6) or abs(ratio - 1) < 1e-6:
         return size, ""
     known = {0.5: "half of it", 2: "twice as much", 0: "zero", -1: "of the other sign"}
-    if ranks > 1:
-        known |= {ranks: "N times as much", 1 / ranks: "1/N of it"}
-        known |= {ranks**0.5: "√N times as much", ranks**-0.5: "1/√N of it"}
+    known |= {ranks: "N times as much", 1 / ranks: "1/N of it"}
+    known |= {ranks**0.5: "√N times as much", ranks**-0.5: "1/√N of it"}
     named = [f", {words}" for number, words in known.items() if abs(number - ratio) < 1e-6]
     return size, f"{ratio:.6g} times the right value{', '.join(dict.fromkeys(named))}"
 
@@ -395,8 +407,9 @@ def describe(first, compared, path, lesson):
     yield f"  by {first['size']:.2g}{first['ratio'] and '; '}{first['ratio']}"
     yield f"  noted at {line(first['place'], path)}"
     if first["operator"]:
-        _, kind, place, right_place = first["operator"]
-        yield f"the first operator that is not the lesson's ({kind}): {line(place, path)}"
+        _, is_missing, place, right_place = first["operator"]
+        missing = " (one is missing)" * is_missing
+        yield f"the first operator that is not the lesson's{missing}: {line(place, path)}"
         yield f"  where the lesson has {line(right_place, ROOT / f'{lesson}.py')}"
 
 
@@ -411,8 +424,8 @@ def function_of(first):
     """The function in which the first other operator is, or that of the quantity."""
     if not first.get("operator"):
         return first.get("place", ("",))[0]
-    _, kind, place, right_place = first["operator"]
-    return (right_place if kind == "missing" else place)[0]
+    _, is_missing, place, right_place = first["operator"]
+    return (right_place if is_missing else place)[0]
 
 
 def main():

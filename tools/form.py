@@ -51,7 +51,7 @@ OTHERS = {
     "tools/formulas.py": 1300,
     "test_all.py": 5500,
     "tools/ledger.py": 2900,
-    "tools/diverge.py": 4000,
+    "tools/diverge.py": 4025,
     "bench/bench.py": 3800,
     "bench/peers.py": 3600,
     "site/figures.py": 2400,

@@ -1,7 +1,8 @@
 """From symptom to cause: what shows of each of the tests' mutants, and docs/trouble.md's tables of it.
 
-    python tools/trouble.py            runs mutants that docs/trouble.json lacks, and writes the tables anew
-    python tools/trouble.py --proof 40 how often tools/diverge.py is right of 40 mutants with a wrong number
+    python tools/trouble.py         runs mutants that docs/trouble.json lacks, and writes the tables anew
+    python tools/trouble.py --proof runs tools/diverge.py on those that show a wrong number and that
+                                    docs/diverge.json lacks, and says how often it is right of all of them
 
 A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the lesson as it is. What differs
 first is kept of each run: an error, a hang, the step from which losses or norms differ, bytes held or sent.
@@ -9,10 +10,8 @@ first is kept of each run: an error, a hang, the step from which losses or norms
 
 import ast
 import json
-import random
 import re
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from promises import ROOT, SIZES, find_mutants, observe_new, run
 
 SEEN = ROOT / "docs" / "trouble.json"
 PAGE = ROOT / "docs" / "trouble.md"
+SAID = ROOT / "docs" / "diverge.json"  # {mutant: [phase, function] that tools/diverge.py says}
 RUNS = {"1 rank": (1, ""), "2 ranks": (2, ""), "3 ranks": (3, "")}
 RUNS |= {"3 microbatches": (2, "--accum 3"), "bf16": (2, "--dtype bf16")}
 ONLY = {"1 rank": "on", "3 ranks": "on", "3 microbatches": "with", "bf16": "in"}
@@ -64,12 +64,12 @@ CAUSES = {  # what a mutant's old or new text has, the first that fits
 }
 OTHER = "a slip in the formula itself"
 PHASES = {  # of a mutant's function and line, the first that fits: what --proof takes to be right
-    "save": "unsplit",
+    "save": r"unsplit|\.average\(\)",
     "clip": r"clip_grad_norm_|Offload\.step|self\.max_norm =",
-    "optimizer": r"newton_schulz|Muon\.step|broadcast|accumulating|DiLoCo|MasterWeights|Unit\.update|"
-    r"make_shard|pull",
+    "optimizer": r"newton_schulz|Muon\.step|broadcast|accumulating|DiLoCo(?!\.\w+_all_reduce)|MasterWeights|"
+    r"Unit\.update|make_shard|pull",
     "forward": r"^train.*(microbatches\(|GPT\(config\)|weight|shard\()",
-    "loss": r"cross_entropy|CrossEntropy|sum_of_losses|^train|forward_backward",
+    "loss": r"shard\(targets|cross_entropy|CrossEntropy|sum_of_losses|^train|forward_backward",
     "reduction": r"reduce|collect|finish|gather_chunks|sum_gradients|average_gradients|Pipeline\.step|Bucket|"
     r"Server|HSDP|gradient_ready|inner_step|Unit",
     "backward": r"backward:|_weight_gradients|deferred_linear|replicate",
@@ -151,6 +151,7 @@ def phase_of(where, symptom):
 def tables(known):
     """The tables of docs/trouble.md: for each symptom the lessons, in reading order."""
     rows = defaultdict(lambda: defaultdict(list))
+    said = json.loads(SAID.read_text())
     mutants = {key: value for key, value in find_mutants().items() if key in known}
     for key, (lesson, old, new) in mutants.items():
         shown = [what for what in known[key].values() if what]
@@ -158,6 +159,8 @@ def tables(known):
             line = (ROOT / f"{lesson}.py").read_text().partition(old)[0].count("\n") + 1
             symptom = next(name for name in SYMPTOMS if shown[0].startswith(name))
             link = f"[line {line}](../{lesson}.py#L{line})"
+            if said.get(key):
+                link += f" ({', '.join(filter(None, said[key]))})"
             rows[symptom][lesson, where(known[key]), cause_of(old, new)].append(link)
     count = sum(len(links) for section in rows.values() for links in section.values())
     yield f"Of {len(mutants)} mutants that ran {count} show in these runs, the others in a test of their own."
@@ -177,39 +180,44 @@ def page(known):
     return before + BEGIN + "\n".join(tables(known)) + "\n" + END + rest.partition(END)[2]
 
 
-def proof(number):
-    """Of so many of the mutants that show a wrong number: is the phase right, is the function?"""
-    known = json.loads(SEEN.read_text())
-    rows = []
-    for key, (lesson, old, new) in find_mutants().items():
-        shown = [
-            (name, what) for name, what in known.get(key, {}).items() if re.match("loss|norm|weights", what)
-        ]
-        source = (ROOT / f"{lesson}.py").read_text()
-        if shown and source.count(old) == 1:
-            rows.append((key, lesson, source, old, new, *shown[0]))
-    random.seed(0)
-    rows = random.sample(rows, min(number, len(rows)))
+def wrong_number(seen):
+    """(run, what) of the first run in which a number is wrong; or None."""
+    return next((run for run in seen.items() if re.match("loss|norm|weights", run[1])), None)
+
+
+def say(path, lesson):
+    """[phase, function] that tools/diverge.py says of a mutant; [] if it shows no wrong number."""
+    shown = wrong_number(json.loads(SEEN.read_text()).get(Path(path).stem.replace("-", " "), {}))
+    if not shown:
+        return []
+    if run.cache_info().currsize > 8:  # what is recorded of a run is large
+        run.cache_clear()
+    first, _ = diverge.diverge(path, lesson, *RUNS[shown[0]])
+    return [first["phase"], diverge.function_of(first)] if first else ["nothing", ""]
+
+
+def proof():
+    """Of the mutants that show a wrong number: is the phase right, is the function?"""
+    known, said = json.loads(SEEN.read_text()), observe_new(SAID, say)
     right = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for key, lesson, source, old, new, where, what in rows:
-            path = Path(folder, f"{key.replace(' ', '-')}.py")
-            path.write_text(source.replace(old, new))
-            first, _ = diverge.diverge(str(path), lesson, *RUNS[where])
+    for key, (lesson, old, new) in find_mutants().items():
+        if said.get(key):
+            source = (ROOT / f"{lesson}.py").read_text()
             line = source.partition(old)[0].count("\n") + 1
             function = function_at(source, line)
+            where, what = wrong_number(known[key])
             phase = phase_of(f"{function}: {source.splitlines()[line - 1]} {new}", what)
-            found = first or {"phase": "nothing"}
-            phase_right, function_right = found["phase"] == phase, diverge.function_of(found) == function
-            right.update(phases=phase_right, functions=function_right)
-            if not (phase_right and function_right):
-                said = found["phase"], diverge.function_of(found)
-                print(key, where, what, "|", phase, function, "| said", *said, flush=True)
-    print(f"of {len(rows)} mutants: the phase of {right['phases']}, the function of {right['functions']}")
+            found = said[key][0] == phase, said[key][1] == function
+            right.update(mutants=1, phases=found[0], functions=found[1])
+            if not all(found):
+                print(key, where, what, "|", phase, function, "| said", *said[key])
+    print(
+        f"of {right['mutants']} mutants: the phase of {right['phases']}, the function of {right['functions']}"
+    )
 
 
 if __name__ == "__main__":
     if "--proof" in sys.argv:
-        proof(int(sys.argv[-1]))
+        proof()
     else:
         PAGE.write_text(page(observe_new(SEEN, observe)))
