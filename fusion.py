@@ -250,12 +250,12 @@ def train(config):
     optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, **kernels)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        # In bf16 the parameters are fp32 masters. functional_call() is model(*batch), but with these casts of
-        # them, which are new in each step. Autograd brings the gradients back through the casts. (They save
-        # no tensors, so every microbatch's backward may go through them.)
+        batches = microbatches(config, text, step, device, rank, world_size)
+        # In bf16 the parameters are fp32 masters. functional_call() is model(*batch), but with these casts,
+        # new in each step. All backwards go through them to the masters, which is right as casts save nothing.
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
-        for batch in microbatches(config, text, step, device, rank, world_size):
+        for batch in batches:
             # Gradients add up over microbatches and ranks: divide to get the batch's mean.
             microloss = functional_call(model, weights, batch) / config.accum / world_size
             microloss.backward()
