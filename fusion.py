@@ -252,7 +252,7 @@ def train(config):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device, rank, world_size)
         # In bf16 the parameters are fp32 masters. functional_call() is model(*batch), but with these casts,
-        # new in each step. All backwards go through them to the masters, which is right as casts save nothing.
+        # new in each step. All backwards go through them to the masters: casts save nothing, so they may.
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
         for batch in batches:
