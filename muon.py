@@ -163,6 +163,8 @@ class ZeROMuon(nn.Module):
             for unit in self.root_units:
                 unit.start_reduce()
             for unit in self.units:
+                unit.reduce_work.wait()
+            for unit in self.units:
                 unit.finish_reduce()
         self.accumulating = not self.is_last_backward
 
@@ -221,7 +223,6 @@ class Unit:
         self.reduce_work = dist.reduce(self.grad, self.owner, async_op=True)
 
     def finish_reduce(self):
-        self.reduce_work.wait()
         if self.is_own:
             self.shard.grad = self.grad.to(self.shard.dtype, copy=True)
             self.shard.grad /= dist.get_world_size()  # the average of all ranks

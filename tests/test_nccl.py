@@ -239,7 +239,7 @@ ON_GPU = [
     ("zero2 zero3", "self.reduce_work.wait()", "pass", FREES),
     ("zero2 zero3", "self.reduce_work.wait()", FREE_FIRST, FREES),
     ("muon", "self.broadcast_work.wait()", "pass", USES),
-    ("muon", "self.reduce_work.wait()", "pass", USES),
+    ("muon", "unit.reduce_work.wait()", "pass", USES),
     ("tensor_parallel zero_r", "        work.wait()\n", "", USES),
     ("sequence_parallel", "work.wait()\n        return shards", "return shards", USES),
     ("sequence_parallel", "work.wait()\n        return received", "return received", USES),
