@@ -142,9 +142,15 @@ class ZeROMuon(nn.Module):
         # The new weights start to travel, all at once, and each submodule's forward waits for its own. (Not
         # earlier: this class does not see the update.)
         if not self.accumulating:
-            for unit in self.units:
-                unit.start_broadcast()
+            self._start_broadcasts()
         return self.module(*args, **kwargs)
+
+    def _start_broadcasts(self):
+        for unit in self.units:
+            if unit.is_own:
+                unit.param.copy_(unit.shard.data)  # for bf16
+        for unit in self.units:
+            unit.start_broadcast()
 
     def _gradient_ready(self, param):
         if not self.n_waiting:  # this is the first gradient of this backward
@@ -180,8 +186,8 @@ class ZeROMuon(nn.Module):
 
     def full_state_dict(self):
         """The plain module's state_dict. All ranks must call it."""
+        self._start_broadcasts()
         for unit in self.units:
-            unit.start_broadcast()
             unit.wait_broadcast()
         return self.module.state_dict()
 
@@ -212,8 +218,6 @@ class Unit:
         submodule.register_forward_pre_hook(self.wait_broadcast, prepend=True)
 
     def start_broadcast(self):
-        if self.is_own:
-            self.param.copy_(self.shard.data)  # for bf16
         self.broadcast_work = dist.broadcast(self.param, self.owner, async_op=True)
 
     def wait_broadcast(self, *_):

@@ -176,7 +176,7 @@ MUTANTS = [
     ("if not self.accumulating:", "if True:", check_ledger, "broadcast: sent +"),
     ("self.accumulating = not self.is_last_backward", "self.accumulating = True", check, "numbers differ"),
     ("param.dtype, torch.float32", "param.dtype, param.dtype", check_masters, "moved by"),
-    ("self.param.copy_(self.shard.data)", "pass", check_masters, "moved by"),
+    ("unit.param.copy_(unit.shard.data)", "pass", check_masters, "moved by"),
     ("        self.grad.zero_()\n", "", check_module, "weights differ"),
     ("module if param in users else submodule", "submodule", check_timeline, "another order"),
     ("self.matrix_units[param].start_reduce()", "self.root_units.append(self.matrix_units[param])",

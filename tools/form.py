@@ -23,7 +23,7 @@ LESSONS = {  # tokens of the technique
     "zero2.py": 1750,
     "zero3.py": 2280,
     "hsdp.py": 2610,
-    "muon.py": 1680,
+    "muon.py": 1700,
     "diloco.py": 1210,
     "offload.py": 2060,
     "tensor_parallel.py": 1890,
