@@ -42,6 +42,7 @@ Left out
     Kernels in CUDA or triton, dropout, other masks than the causal one.
     Errors: q, k and v of several shapes, as with fewer key heads; gradients of gradients; targets to ignore,
     such as -100, which torch's gather() refuses (on a GPU this ends the process).
+    The loss is a mean over all tokens, padding too.
     Under no_grad() the loss computes its gradients, too; under autocast backward has other dtypes.
 """
 
