@@ -2,9 +2,9 @@
 
 Idea
     Backward needs the activations that forward computed, and these often take more memory than the weights. A
-    checkpoint keeps the input of a block and drops what the block computes. Just before backward needs that,
-    it runs the block's forward again. Backward takes about twice as long as forward, so this costs about a
-    third more time (arXiv 1604.06174).
+    checkpoint keeps the input of a block and drops what the block computes. Just before backward needs these
+    values, the block's forward runs again. Backward takes about twice as long as forward, so this costs about
+    a third more time (arXiv 1604.06174).
 
     Selective recomputation also keeps the outputs of matrix products and of fused attention. Only what is
     fast is recomputed: norms, GELU, and attention if it is not fused (after arXiv 2205.05198, section 5).
@@ -12,22 +12,18 @@ Idea
 Timeline (of the last two blocks)
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
-Memory (bytes on each rank)
-    P parameters, L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
-    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
-    m bytes of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
-    G gradients that MasterWeights copies at a time, in 2 + 4 bytes: 2^24, or the largest tensor's if more
-    parameters     (w+c)P
-    gradients      wP+3cG/2
-    optimizer      KP
+Memory (bytes on each rank; w of a weight: 4 in fp32, 2 in bf16; m = 4; in fp64 both are 8)
     activations    bs((16L+2)wh+(4L+2+aL+v)m)    with --policy none, when backward begins
     activations    bs((L+2)wh+(2+v)m)            with --policy full; in backward 15wbsh more, of a block
     activations    bs((10L+2)wh+(2+aL+v)m)       with --policy selective; in backward 7wbsh more
+    There are L layers, a heads, h width, s context, v vocabulary, and b sequences in a microbatch.
     Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
     1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has 2h and 2
     statistics, the loss v numbers.
     Selective keeps 10h: input 1, q, k, v 3, attention 1, proj 1, up 4. It recomputes 7h: norms 3, GELU 4.
+    parameters     (w+c)P      P parameters; c = 4 in bf16, for fp32 copies (see MasterWeights), else 0
+    gradients      wP+3cG/2    in bf16 G gradients at a time are copied, in 2 + 4 bytes: 2^24, or one tensor's
+    optimizer      KP          K = 8 for AdamW's two moments (fp64: 16), 0 for SGD
 
 Sent (bytes, by each rank in each step)
     Nothing. On several ranks, all train on the same batch, as the ranks of a tensor-parallel group do.
@@ -37,12 +33,13 @@ Run
     python checkpointing.py --size gpt2 --dtype bf16 --batch 64 --accum 8
 
 Left out
-    Refused: arguments, or tensors that backward needs, that are changed in place; fewer tensors
+    Refused: changing in place an argument, or a tensor that backward needs; fewer tensors
     the second time, or other shapes or dtypes, as when autocast ends before backward.
     Wrong, and not noticed: other values the second time, because of other random generators (numpy's, your
     own), or because tensors that are no arguments (parameters, those in a partial) change before backward;
-    side effects, which happen twice (BatchNorm's statistics).
-    Not handled: keyword arguments (use a partial). A checkpoint in another one keeps its input all the time.
+    side effects, which happen twice (BatchNorm's statistics), or once, if they come after the last result
+    that backward needs. Not handled: keyword arguments (use a partial).
+    In nested checkpoints the inner input is not dropped.
 """
 
 import argparse
@@ -95,8 +92,8 @@ class NaiveCheckpoint(torch.autograd.Function):
 # - If x needs no gradient, the parameters get none.
 # - The function must take and return a single tensor.
 # - Dropout draws other random numbers the second time.
-# - What is slow is computed again, too.
-# - So is what comes after the last operation whose result backward needs.
+# - Everything is computed again, even what is slow and small.
+# - So is the end of the function, though backward needs none of its results.
 #
 # So below, autograd builds the function's graph as usual. Hooks replace only the tensors that it saves there.
 
@@ -146,6 +143,7 @@ class Checkpoint:
 
     def unpack(self, number):
         # The first tensor that backward asks for brings all of them; each is free once it has been used.
+        # None: from pack_again(), so this backward runs inside of the function.
         assert number is not None, "torch.autograd.grad() inside of a checkpointed function: call it outside"
         if number not in self.recomputed:
             self.recompute()
@@ -170,7 +168,8 @@ class Checkpoint:
     def pack_again(self, tensor):
         number = len(self.recomputed)
         assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed with another shape or dtype"
-        # The tensor itself has a graph, which has these hooks, which have this checkpoint: a reference cycle.
+        # Without detach() this would be a reference cycle: the checkpoint has the tensor, its graph has these
+        # hooks, which have the checkpoint.
         self.recomputed[number] = tensor.detach(), tensor._version
         if len(self.recomputed) == len(self.dropped):
             raise StopRecomputation
@@ -225,7 +224,7 @@ def set_random_states(states):
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_ with sums in fp64: torch rounds its own to the gradients' dtype."""
+    """torch.nn.utils.clip_grad_norm_, but it returns the norm in fp64: torch's has the gradients' dtype."""
     params = list(params)
     norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
     nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))

@@ -1,36 +1,34 @@
 """Fusion: attention and loss in tiles, so that their largest tensors never exist, and a fused optimizer.
 
 Idea
-    Attention makes s x s scores for each head, and the loss v logits for each token. No other activations are
-    as large, and each of these numbers is needed for a moment only. So here a tile of them is computed, used
-    and dropped before the next one.
+    Attention makes s x s scores for each head, and the loss v logits for each token. With long contexts no
+    other activations are as large, and each of these numbers is needed for a moment only. So here a tile of
+    them is computed, used and dropped before the next one.
 
     The difficulty is the softmax, which needs the maximum and the sum of a whole row. The online softmax
     (arXiv 1805.02867) keeps the maximum and the sum of the tiles so far. When a tile has a larger maximum, it
     corrects the sum. Flash attention (arXiv 2205.14135) corrects its output, too, and computes the scores
-    again in backward. The fused loss takes a chunk of tokens at a time: it computes their logits and, at
-    once, the gradients of these.
+    again in backward. The fused loss takes a chunk of tokens at a time: it computes their logits and, from
+    these at once, the gradients of its input and of the head.
 
     All this is made of torch's operators, which read and write memory: less is held, but not less moved. A
-    kernel for a GPU also keeps a tile in the chip's own memory, which is faster. So does the fused optimizer,
-    one of torch's kernels: it reads and writes each number once.
+    kernel for a GPU also keeps a tile in the chip's own memory, which is faster. The fused optimizer is such
+    a kernel, torch's own: it reads and writes each number once.
 
-Timeline
+Timeline (nothing overlaps)
     | forward and loss | backward | all-reduce | clip, step |
 
-Memory (bytes on each of N ranks; P parameters)
-    L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
-    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
-    m bytes of a gradient, of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
-    parameters    (w+c)P
-    gradients     2mP                             each parameter's, and all in one flat tensor
-    optimizer     KP
-    activations   bs((16L+2)wh+(4L+2+aL)m)+whv
+Memory (bytes on each of N ranks; w of a weight: 4 in fp32, 2 in bf16; m = 4; in fp64 both are 8)
+    activations   Lbs(16wh+(4+a)m) + bs(wh+2m) + w(bsh+hv)    of blocks, the last norm, the loss
+    There are L layers, a heads, h width, s context, v vocabulary, and b sequences in a microbatch.
     Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
-    1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. In place of logits the loss
-    holds two gradients: that of its input (h for each token), and in whv that of the head. --plain attention
-    adds (2m+w+1)Labs^2.
+    1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has its input
+    and 2 statistics. In place of logits the loss holds two gradients: its input's and the head's.
+    While the loss is computed, it also has a chunk of logits, in w + m bytes, and the head's gradient in m.
+    --plain attention adds (2m+w+1)Labs^2: scores and their exp() in m, weights in w, a mask.
+    parameters    (w+c)P    P parameters; c = 4 in bf16, for fp32 masters, else 0
+    gradients     2mP       each parameter's, and all in one flat tensor
+    optimizer     KP        K = 8 for AdamW's two moments (fp64: 16), 0 for SGD
 
 Sent (bytes, by each of N ranks in each step)
     all-reduce    2mP(N-1)/N    in a ring
@@ -42,9 +40,10 @@ Run
 
 Left out
     Kernels in CUDA or triton, dropout, other masks than the causal one.
-    Errors: q, k and v of several shapes, as with fewer key heads; targets to ignore, such as -100, which
-    torch's gather() refuses; gradients of gradients.
-    Under no_grad() the loss computes its gradients, too.
+    Errors: q, k and v of several shapes, as with fewer key heads; gradients of gradients; targets to ignore,
+    such as -100, which torch's gather() refuses (on a GPU this ends the process).
+    The loss is a mean over all tokens, padding too.
+    Under no_grad() the loss computes its gradients, too; under autocast backward has other dtypes.
 """
 
 import argparse
@@ -74,7 +73,7 @@ def plain_attention(q, k, v):
 
 
 def scores(q, k, diagonal=True):
-    """Scaled scores of a tile of queries and keys; on the diagonal -inf where the key is later."""
+    """Scaled scores of queries and keys. On the diagonal (the same tokens) -inf where the key is later."""
     tile = q @ k.mT
     tile = tile.to(wide(q))
     tile *= q.shape[-1] ** -0.5
@@ -96,8 +95,9 @@ def three_pass_softmax(x):
 
 
 def two_pass_softmax(x):
-    """The same, in which one pass finds the maximum and the sum (arXiv 1805.02867, algorithm 3). A row whose
-    first tile is all -inf becomes NaN: among causal scores there is none."""
+    """The same, in which one pass finds the maximum and the sum (arXiv 1805.02867, algorithm 3).
+
+    It is not used below. (A row becomes NaN if its first tile is all -inf; causal rows have none.)"""
     largest = torch.full_like(x[..., :1], -math.inf)
     total = 0
     for tile in x.split(TILE, -1):
@@ -110,10 +110,11 @@ def add_tile(largest, total, tile):
 
     Returns the new maxima and sums, the factor that corrects older sums, and the tile's exp(x - maximum)."""
     larger = torch.maximum(largest, tile.amax(-1, keepdim=True))
+    # An older exp(x - largest), times this, is exp(x - larger).
     correction = (largest - larger).exp()
-    weights = (tile - larger).exp()
-    total = total * correction + weights.sum(-1, keepdim=True)
-    return larger, total, correction, weights
+    exps = (tile - larger).exp()
+    total = total * correction + exps.sum(-1, keepdim=True)
+    return larger, total, correction, exps
 
 
 class FlashAttention(torch.autograd.Function):
@@ -131,9 +132,8 @@ class FlashAttention(torch.autograd.Function):
             weighted = 0
             for j, (k_j, v_j) in enumerate(tiles(k, v)[: i + 1]):  # later keys are masked
                 tile = scores(q_i, k_j, i == j)
-                largest, total, correction, weights = add_tile(largest, total, tile)
-                weights = weights.to(v)
-                weighted = weighted * correction + weights @ v_j
+                largest, total, correction, exps = add_tile(largest, total, tile)
+                weighted = weighted * correction + exps.to(v) @ v_j
             out_i.copy_(weighted / total)
             lse_i.copy_(largest + total.log())
         ctx.save_for_backward(q, k, v, out, lse)
@@ -146,13 +146,15 @@ class FlashAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=wide(q))
         dk = torch.zeros_like(dq)
         dv = torch.zeros_like(dq)
-        # The weights' gradient is g = grad @ v.mT, that of the scores weights * (g - sum of weights * g). As
-        # out = weights @ v, this sum over a row is also that of grad * out (the paper's D).
-        delta = (grad * out).sum(-1, keepdim=True)
+        # out = weights @ v, so the gradients are:
+        #     of the weights: g = grad @ v.mT
+        #     of the scores: weights * (g - delta), by softmax's backward
+        # delta = (weights * g).sum(-1) is also (grad * out).sum(-1), in the paper D.
+        delta = (grad.to(dq) * out).sum(-1, keepdim=True)
         for i, (q_i, lse_i, grad_i, delta_i, dq_i) in enumerate(tiles(q, lse, grad, delta, dq)):
             for j, (k_j, v_j, dk_j, dv_j) in enumerate(tiles(k, v, dk, dv)[: i + 1]):
                 tile = scores(q_i, k_j, i == j)
-                weights = (tile - lse_i).exp()
+                weights = (tile - lse_i).exp()  # normalized, as exp(lse) is exp(largest) * total
                 dv_j += weights.to(q).mT @ grad_i
                 grad_scores = weights * (grad_i @ v_j.mT - delta_i)
                 grad_scores *= q.shape[-1] ** -0.5
@@ -167,7 +169,8 @@ flash_attention = FlashAttention.apply
 
 def tiles(*tensors):
     """[(first tile of each), (second tile of each), ...], along dim 2, the tokens."""
-    return list(zip(*(x.split(TILE, 2) for x in tensors)))
+    splits = [x.split(TILE, 2) for x in tensors]
+    return list(zip(*splits))
 
 
 def wide(x):
@@ -239,7 +242,8 @@ def loss_of(model, plain, inputs, targets):
 
 def train(config):
     device, text = set_up(config, f" | plain: {' '.join(config.plain) or 'nothing'}")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     dtype = DTYPES[config.dtype]
     model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
     model.forward = partial(loss_of, model, config.plain)
@@ -248,8 +252,8 @@ def train(config):
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         batches = microbatches(config, text, step, device, rank, world_size)
-        # In bf16 the parameters are fp32 masters. These are bf16 casts, through which gradients come back to
-        # them. (A cast saves no tensors, so all microbatches may go back through it.)
+        # In bf16 the parameters are fp32 masters. functional_call() is model(*batch), but with these casts,
+        # new in each step. All backwards go through them to the masters: casts save nothing, so they may.
         weights = {name: param.to(dtype) for name, param in model.named_parameters()}
         loss = 0
         for batch in batches:
@@ -259,7 +263,7 @@ def train(config):
             loss += microloss.detach()
         grads = [param.grad for param in model.parameters()]
         flat_grad = nn.utils.parameters_to_vector(grads)
-        dist.all_reduce(flat_grad)
+        dist.all_reduce(flat_grad)  # all at once, when backward has ended; ddp.py does better
         nn.utils.vector_to_parameters(flat_grad, grads)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()

@@ -34,16 +34,21 @@ Run
 Left out
     The paper's own way (section 2.3), in which matrices are cut, gathered, and orthogonalized by all ranks.
     Choosing: Muon gets every 2-D parameter of a block; query, key and value are one matrix.
-    A parameter that is not used is an error.
+    Ranks must start with the same buffers and frozen weights; of all others the owner's count.
+    A parameter that is not used is an error; so are parameters(), load_state_dict() or to() of the wrapper.
     All ranks must call forward together and use matrices in the same order, or they hang or mix up gradients.
     Not noticed:
-    - an optimizer of the root that is not elementwise; an update before a step's last backward;
+    - an optimizer of anything but `shards`, such as one made before wrapping, trains nothing;
+    - an optimizer of the root that is not elementwise; an update or clipping before a step's last backward;
+    - a second last backward replaces the gradients of the first; zero_grad() between the backwards of a step
+      keeps what they have added up;
+    - a unit_class without matrices; wrapping twice; loading, moving or casting the module in the wrapper;
     - a parameter that is added or unfrozen after wrapping is not trained; freezing a shard has no effect;
     - root parameters of several dtypes get the widest; buffers, such as BatchNorm's, are not averaged;
     - torch's own clip_grad_norm_ and GradScaler look at what this rank owns;
     - gradients of backward(create_graph=True) are lost;
-    - a submodule, or the module, that is called alone after an update has old weights;
-    - an optimizer's zero_grad() between the backwards of a step keeps what they have added up;
+    - a matrix that is used outside of its submodule's forward, or a submodule, or the module, that is called
+      alone after an update, may be old;
     - each evaluation sends the weights again.
 """
 
@@ -113,7 +118,7 @@ class ZeROMuon(nn.Module):
     gradient, and backward goes on meanwhile. Then all ranks update at the same time, each its own matrices.
     The broadcasts start with the next forward, in which each submodule waits only for its own matrices.
 
-    Make two optimizers of own_parameters(): Muon, and an elementwise one for the root.
+    shards: this rank's part of the root, for an elementwise optimizer; then its matrices, for Muon.
     To accumulate gradients over several backwards, set is_last_backward to False for all but the last one."""
 
     def __init__(self, module: nn.Module, unit_class: type):
@@ -121,26 +126,16 @@ class ZeROMuon(nn.Module):
         self.module = module
         self.is_last_backward = True
         self.accumulating = False  # between the backwards of a step: there are no new weights then
-        self.has_optimizers = False  # until somebody asks for own_parameters()
         self.n_waiting = 0  # during backward: parameters that do not have their gradient yet
-        # All ranks start from rank 0's weights and buffers.
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.detach(), 0)
         self.params = [param for param in module.parameters() if param.requires_grad]
         self.root_units, self.matrix_units = make_units(module, unit_class, self.params)
         self.units = [*self.root_units, *self.matrix_units.values()]
-        self.shards = [unit.shard for unit in self.units if unit.is_own]  # first the root's
+        self.shards = [unit.shard for unit in self.units if unit.is_own]
         # Autograd calls _gradient_ready when a parameter has its gradient. (It keeps what it calls alive, and
         # so the model, forever: it gets a proxy, which keeps nothing.)
         self.hook = self._gradient_ready
         for param in self.params:
             param.register_post_accumulate_grad_hook(proxy(self.hook))
-        self._protect()
-
-    def own_parameters(self):
-        """([the matrices that this rank owns], [its part of the root])"""
-        self.has_optimizers = True
-        return self.shards[1:], self.shards[:1]
 
     def forward(self, *args, **kwargs):
         self._check()
@@ -183,46 +178,29 @@ class ZeROMuon(nn.Module):
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         grads = [shard.grad for shard in self.shards]
-        if grads[0] is None or not self.is_last_backward:
-            raise RuntimeError("clip after a step's last backward, which must have is_last_backward = True")
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm.to(grads[0]))
         return norm
 
-    def zero_grad(self):
-        for unit in self.units:
-            unit.grad.zero_()
-        for shard in self.shards:
-            shard.grad = None
-
     def full_state_dict(self):
         """The plain module's state_dict. All ranks must call it."""
         self._start_broadcasts()
         for unit in self.units:
             unit.wait_broadcast()
-        return nn.Module.state_dict(self.module)
+        return self.module.state_dict()
 
     # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
 
     def _check(self):
-        if torch.is_grad_enabled() and not self.has_optimizers:
-            raise RuntimeError("make the optimizers after wrapping, of the wrapper's own_parameters()")
         if self.n_waiting:
             raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
-        if any(unit.broadcast_work for unit in self.units):
-            raise RuntimeError("the last forward failed, or used the weights of a unit without calling it")
 
-    def _protect(self):
-        for submodule in self.modules():
-            for name in ("named_parameters", "load_state_dict", "_apply", "__reduce_ex__"):
-                setattr(submodule, name, refuse_use.__get__(submodule))
-        self.module.state_dict = refuse_use.__get__(self.module)
+    def _refuse(self, *args, **kwargs):
+        raise RuntimeError("use shards and full_state_dict(); load, freeze, move or cast before you wrap")
 
-
-def refuse_use(*args, **kwargs):
-    raise RuntimeError("use own_parameters() and full_state_dict(); load, freeze, move, copy before you wrap")
+    named_parameters = state_dict = load_state_dict = _apply = _refuse
 
 
 class Unit:
@@ -237,33 +215,27 @@ class Unit:
         self.is_own = owner == dist.get_rank()
         if self.is_own:
             self.shard = nn.Parameter(param.to(torch.promote_types(param.dtype, torch.float32)))
-        self.broadcast_work = None
         submodule.register_forward_pre_hook(self.wait_broadcast, prepend=True)
 
     def start_broadcast(self):
         self.broadcast_work = dist.broadcast(self.param, self.owner, async_op=True)
 
     def wait_broadcast(self, *_):
-        if self.broadcast_work:
-            self.broadcast_work.wait()
-            self.broadcast_work = None
+        self.broadcast_work.wait()
 
     def start_reduce(self):
         self.reduce_work = dist.reduce(self.grad, self.owner, async_op=True)
 
     def finish_reduce(self):
         if self.is_own:
-            if self.shard.grad is None:
-                self.shard.grad = torch.zeros_like(self.shard)
-            self.shard.grad.add_(self.grad, alpha=1 / dist.get_world_size())  # the average of all ranks
+            self.shard.grad = self.grad.to(self.shard.dtype, copy=True)
+            self.shard.grad /= dist.get_world_size()  # the average of all ranks
         self.grad.zero_()
 
 
 def make_units(module, unit_class, params):
     """([the root's unit of each rank], {matrix: its unit})"""
     matrices = find_matrices(module, unit_class)
-    if not matrices or any(param._post_accumulate_grad_hooks for param in params):
-        raise ValueError(f"the module has no {unit_class} with a matrix, or it is wrapped already")
     for param in params:
         param.grad = torch.zeros_like(param)
     # The root's parameters, and its gradients, become views of a flat tensor, of which each rank owns a part.
@@ -271,9 +243,8 @@ def make_units(module, unit_class, params):
     root = [param for param in params if param not in matrices]
     param_parts = flatten(root).tensor_split(n_ranks)
     grad_parts = flatten([param.grad for param in root]).tensor_split(n_ranks)
-    root_units = []
-    for owner, parts in enumerate(zip(param_parts, grad_parts)):
-        root_units.append(Unit(module, *parts, owner))
+    root_parts = enumerate(zip(param_parts, grad_parts))
+    root_units = [Unit(module, *parts, owner) for owner, parts in root_parts]
     matrix_units = {}
     owners = assign_owners(matrices, n_ranks)
     for matrix, submodule in matrices.items():
@@ -283,7 +254,7 @@ def make_units(module, unit_class, params):
 
 def flatten(tensors):
     """Make these tensors views of a flat one, and return it."""
-    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    flat = nn.utils.parameters_to_vector(tensors).detach()
     nn.utils.vector_to_parameters(flat, tensors)
     return flat
 
@@ -314,9 +285,9 @@ def train(config):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(device, DTYPES[config.dtype])
     model = ZeROMuon(model, Block)
-    matrices, root = model.own_parameters()
+    root, *matrices = model.shards
     muon = Muon(matrices, lr=config.lr)
-    optimizer = OPTIMIZERS[config.optim](root, lr=config.lr, fused=True)
+    optimizer = OPTIMIZERS[config.optim]([root], lr=config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = 0
@@ -329,7 +300,8 @@ def train(config):
         grad_norm = model.clip_grad_norm_(config.clip)
         optimizer.step()
         muon.step()
-        model.zero_grad()
+        optimizer.zero_grad()
+        muon.zero_grad()
         dist.all_reduce(loss)
         print_step(config, step, loss / world_size, grad_norm, started)
     if config.save:

@@ -11,27 +11,29 @@ Idea
     hosts (ZeRO-Infinity, arXiv 2104.07857). Parameters travel in units: one for each block, and one, the
     root, for all others.
 
-Timeline (of two units; rows are threads, and what stands in one column happens at the same time)
-      main | backward 2 | backward 1       | norm             |          |          | forward 1 | forward 2
+Timeline (of two units; rows are threads; in a column the reduce-scatter comes first, then "down", then main)
     upload |            | reduce-scatter 2 | reduce-scatter 1 |          | 1 up     | 2 up      |
       host |            | 2 down           | 1 down           | update 1 | update 2 |           |
-    With --params units also come up in forward and in backward.
+      main | backward 2 | backward 1       | norm             |          |          | forward 1 | forward 2
+    The upload thread also launches collectives. With --params units also come up in forward and in backward.
 
-Memory (bytes on each of N ranks' devices, and for it on its host; P parameters, U in a block, E in the root)
-    parameters    wP                      w = 4 in fp32, 2 in bf16
-    parameters    w(E+2U)                 with --params: the root and two blocks
-    gradients     wmax(2E,E+2U,3U)        one unit's, as sent and as received, and the next unit's
-    host          (K+2m+w+c/2)P/N         K = 8 for AdamW's moments, 0 for SGD; m = 4; c/2 = 2 in bf16, else 0
-    The host has fp32 weights and their gradients (2m), the gradients of a microbatch (w) and in bf16 rounded
-    weights (c/2). In fp64 w and m are 8, K is 16.
+Memory (bytes on each of N ranks' devices, "host" on its host; P parameters, U in a block, E in the root)
+    parameters    wP                     w = 4 in fp32, 2 in bf16
+    parameters    w(E+2U)                with --params: the root and two blocks
+    gradients     w max(2E, E+3U)        the root's, as sent and as received; or before, while these wait, a
+    block's, as sent and as received, and the next block's
+    host          (K+2m+2w)P/N           m = 4; K = 8 for AdamW's two moments, 0 for SGD
+    The host has fp32 weights and sums of gradients (m each), and what is copied up and down (w each). In fp64
+    w and m are 8, K is 16.
 
-Sent (bytes, by each rank in each step of k microbatches; down to its host and up from it, and to others)
+Sent (bytes, by each rank in each step of k microbatches; "down" to its host, "up" from it)
     down          kwP/N
     up            wP/N
-    up            kw(2P-E-2U)/N           instead, with --params: the root and the last two blocks are kept
+    up            kw(2P-E-2U)/N          instead, with --params: P in forward, P-E-2U in backward, because
+    the root and the last two blocks stay on the device for it
     all-to-all    kwP(N-1)/N
     all-gather    wP(N-1)/N
-    all-gather    kw(2P-E-2U)(N-1)/N      instead, with --params
+    all-gather    kw(2P-E-2U)(N-1)/N     instead, with --params
     An all-to-all, after which each rank adds up what it has received, does the work of a reduce-scatter.
     (gloo's own reduce-scatter sends twice as much.)
 
@@ -52,7 +54,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from weakref import proxy
 
 import numpy as np
 import torch
@@ -79,37 +80,38 @@ class Offload(nn.Module):
 
     The problem is that the device waits: for the link, for the CPU, and for the link again. So here two
     threads work beside it. The host's thread takes gradients down while backward goes on, and then updates
-    one unit after another. The uploader's thread brings up each unit as soon as it is updated, while the
-    device computes with the unit before.
+    one unit after another. The uploader's thread brings up the next unit, once it is updated, while the
+    device computes with this one.
 
-    device: where the module computes. new_optimizer makes an elementwise optimizer of a list of parameters:
-    each of `units` has its own, unit.optimizer. With offload_params a unit that is not in use is on the host
-    alone. gbps: the speed of a slower link, if one is to be simulated (else torch.inf).
+    device: where the module computes. new_optimizer(params) returns an optimizer, which must be elementwise;
+    each unit in `units` has its own, unit.optimizer. With offload_params a unit that is not in use is on the
+    host alone. gbps: the speed of a slower link, if one is to be simulated (else torch.inf).
 
     Change learning rates just before step(): after it, updates still run. All ranks must call forward
     together and use units in the same order, or they hang, or mix up gradients.
-    Errors: a parameter that is frozen, not used, or in two units; a unit that returns anything but one
-    tensor; a module without parameters outside units.
+    Errors: a parameter that is frozen, not used, or in two units; a unit that is called twice in a forward,
+    or returns anything but one tensor; a module with units alone, or without any.
     Not noticed:
-    - collectives of your own between a forward and its step() may start in another order on other ranks;
+    - collectives of your own between a forward and its step() may start in another order on other ranks, and
+      hang;
     - an update between a forward and its backward, which then uses new weights;
     - an optimizer that is not elementwise, such as Shampoo; a unit of several dtypes gets the widest;
     - loading, moving or casting the module after wrapping is undone by the next forward;
     - its state_dict() and parameters() have old or empty weights, and no gradients;
+    - a block's weights that are used outside of its forward may be old or empty;
+    - gradients that are NaN or infinite spoil all weights, as step() updates anyway;
     - buffers, such as BatchNorm's statistics, are neither averaged nor moved to the device;
-    - with offload_params, activation checkpointing copies more, and keeps units until the next forward."""
+    - with offload_params, activation checkpointing brings units up again, which stay until the next step."""
 
     def __init__(self, module: nn.Module, unit_class: type, device, new_optimizer, offload_params, gbps):
         super().__init__()
         self.module = module
         self.offload_params = offload_params
         self.device = device
+        self.in_backward = None  # the unit that backward has come to
         self.reducing = None  # the job that takes the latest unit's gradients to the host
         self.host = Worker("host", device, gbps)  # copies gradients down, and updates shards
         self.uploader = Worker("upload", device, gbps)  # copies weights up, and launches collectives
-        # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
-        # _gradient_ready when a parameter has its gradient. (Through a proxy: Python's garbage collector does
-        # not see what autograd holds, and this hook holds the model.)
         blocks = [submodule for submodule in module.modules() if isinstance(submodule, unit_class)]
         in_blocks = {param for block in blocks for param in block.parameters()}
         self.units = []
@@ -118,31 +120,25 @@ class Offload(nn.Module):
             params = [param for param in submodule.parameters() if param not in others]
             unit = Unit(params, device, new_optimizer, self.host, self.uploader)
             self.units.append(unit)
-            # Backward begins with the root and the last two blocks: they stay on the device.
+            # Forward ends with the last two blocks on the device, where backward begins: they stay.
             unit.reshard_after_forward = offload_params and submodule in blocks[:-2]
-            submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
+            submodule.register_forward_pre_hook(partial(self._unshard, unit, 1), prepend=True)
             if submodule in blocks:
                 submodule.register_forward_hook(partial(self._post_forward, unit))
-            unit.hook = partial(self._gradient_ready, unit)
-            for param in params:
-                param.register_post_accumulate_grad_hook(proxy(unit.hook))
 
     def forward(self, *args, **kwargs):
-        self._check()
-        self._free_units()
+        if self.in_backward:
+            raise RuntimeError("a backward failed")
         return self.module(*args, **kwargs)
 
-    def _unshard(self, unit, direction):
+    def _unshard(self, unit, direction, *_):
         # Wait for a unit, then start to bring up the one that forward (direction 1) or backward (-1) needs
-        # next. Not earlier: on a GPU, to wait for the uploader is to wait for all that it has started.
+        # next. Not earlier: on a GPU, wait_for_unshard() waits for all that the uploader has started.
         unit.unshard()
         unit.wait_for_unshard()
         i = self.units.index(unit) + direction
         if 0 <= i < len(self.units):
             self.units[i].unshard()
-
-    def _pre_forward(self, unit, *_):
-        self._unshard(unit, 1)
 
     def _post_forward(self, unit, submodule, args, output):
         if not torch.is_tensor(output):
@@ -153,24 +149,26 @@ class Offload(nn.Module):
             output.register_hook(partial(self._pre_backward, unit))
 
     def _pre_backward(self, unit, *_):
-        # When a unit's last parameter has its gradient, that of its input may still need the weights. So the
-        # unit is freed only here, when backward is at the next one.
-        self._free_units()
+        # Backward comes to a unit when it has left the one before it, which has all its gradients then.
+        if self.in_backward:
+            self._post_backward(self.in_backward)
+        else:  # autograd calls _end_backward when this whole backward is done
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.in_backward = unit
         self._unshard(unit, -1)
 
-    def _free_units(self):
-        for unit in self.units:
-            if unit.backward_done:
-                unit.reshard()
-
-    def _gradient_ready(self, unit, _):
-        if all(param.grad is not None for param in unit.params):
+    def _end_backward(self):
+        for unit in self.in_backward, self.units[0]:
             self._post_backward(unit)
+        self.in_backward = None
 
     def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit, and then
-        # backward waits for them: else those of all units would pile up on the device if the link is slow.
-        unit.backward_done = self.offload_params
+        if any(param.grad is None for param in unit.params):
+            raise RuntimeError("a backward must give every parameter a gradient, and use each unit once")
+        if self.offload_params:
+            unit.reshard()
+        # Its gradients travel while backward computes those of the next unit, and then backward waits for
+        # them: else those of all units would pile up on the device if the link is slow.
         if self.reducing:
             self.reducing.result()
         unit.start_reduce_scatter()
@@ -178,9 +176,8 @@ class Offload(nn.Module):
 
     def step(self, max_norm):
         """Start an update with gradients clipped to a global norm of max_norm. Returns the norm before."""
-        self._check()
         if not all(unit.reduce_job for unit in self.units):
-            raise RuntimeError("before step() a backward must give every parameter a gradient")
+            raise RuntimeError("before step() a backward must use every unit")
         # Clipping needs the norm of all gradients, so no unit is updated before all have come down.
         square = sum(unit.reduce_job.result() for unit in self.units)
         norm = torch.full((), square, dtype=torch.float64, device=self.device)
@@ -195,7 +192,9 @@ class Offload(nn.Module):
         return norm
 
     def full_state_dict(self):
-        """The plain module's state_dict. Its weights are on the CPU. All ranks must call it."""
+        """The plain module's state_dict, on the CPU. All ranks must call it, and not before a backward.
+
+        In bf16 its weights are rounded: to go on exactly, save each unit's shard and optimizer, too."""
         for unit in self.units:
             unit.unshard()
             unit.wait_for_unshard()
@@ -206,12 +205,6 @@ class Offload(nn.Module):
                 param.data = weight
         return nn.Module.state_dict(self.module)
 
-    # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
-
-    def _check(self):
-        if any(param.grad is not None for unit in self.units for param in unit.params):
-            raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
-
 
 class Unit:
     """Parameters that travel together:
@@ -219,7 +212,7 @@ class Unit:
     flat_param: all of them, on the device; has memory only while the unit is unsharded
     own_param: this rank's 1/N of flat_param, a view
     host_param: this 1/N on the host, in the same dtype; what is copied up
-    shard: this 1/N on the host, in fp32 or fp64, for the optimizer; in fp32 the same memory as host_param
+    shard: this 1/N on the host, in fp32 (or fp64), for the optimizer
     """
 
     def __init__(self, params, device, new_optimizer, host, uploader):
@@ -227,7 +220,7 @@ class Unit:
         self.host = host
         self.uploader = uploader
         self.params = params
-        if any(param._post_accumulate_grad_hooks or not param.requires_grad for param in params):
+        if not all(param.numel() and param.requires_grad for param in params):
             raise ValueError("a parameter is frozen, or is in two units, or is wrapped already")
         flat = torch.cat([param.detach().flatten() for param in params]).to(device)
         self.padding = flat.new_zeros(-len(flat) % self.n_shards)  # to equal parts
@@ -235,7 +228,7 @@ class Unit:
         dist.broadcast(self.flat_param, 0)
         self.param_views = unflatten(self.flat_param, params)
         self.own_param = self.flat_param.chunk(self.n_shards)[dist.get_rank()]
-        # The host's thread makes all that is on the host: by this tools/ledger.py tells it from the device.
+        # (tools/ledger.py counts what this thread makes as the host's.)
         self.update_job = host.submit(self.make_shard, new_optimizer)
         self.update_job.result()
         self.reduce_job = None
@@ -243,12 +236,11 @@ class Unit:
 
     def make_shard(self, new_optimizer):  # in the host's thread
         pinned = self.own_param.is_cuda  # memory that the GPU can reach without the CPU
-        self.host_param = torch.empty_like(self.own_param, device="cpu", pin_memory=pinned).copy_(
-            self.own_param
-        )
+        self.host_param = torch.empty_like(self.own_param, device="cpu", pin_memory=pinned)
         self.host_grad = torch.empty_like(self.host_param, pin_memory=pinned)
+        self.host_param.copy_(self.own_param)
         dtype = torch.promote_types(self.host_param.dtype, torch.float32)
-        self.shard = nn.Parameter(self.host_param.to(dtype))
+        self.shard = nn.Parameter(self.host_param.to(dtype, copy=True))
         self.shard.grad = torch.zeros_like(self.shard)
         self.optimizer = new_optimizer([self.shard])
 
@@ -256,7 +248,8 @@ class Unit:
         """Start to upload and all-gather the weights, unless they are here or on their way."""
         if not self.upload_job:
             self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
-            # What autograd has saved points to this same memory, which upload() fills again.
+            # The weights that autograd has saved share this storage, but not its version counter: autograd
+            # does not object when upload() fills it again.
             for param, view in zip(self.params, self.param_views):
                 param.data = view
             self.upload_job = self.uploader.submit(self.upload)
@@ -268,13 +261,12 @@ class Unit:
 
     def wait_for_unshard(self):
         self.upload_job.result()
-        if self.uploader.stream:  # the thread has launched the copy, but the GPU may still be at it
+        if self.uploader.stream:  # the thread has launched the all-gather, but the GPU may still be at it
             torch.cuda.current_stream().wait_stream(self.uploader.stream)
 
     def reshard(self):
         """Free the weights. The parameters are empty then, so that using them is an error."""
         self.upload_job = None
-        self.backward_done = False  # so it can be freed
         self.flat_param.untyped_storage().resize_(0)
         for param in self.params:
             param.data = self.flat_param[:0]
@@ -286,12 +278,12 @@ class Unit:
         received = torch.empty_like(flat_grad)
         # In forward and backward only the uploader's thread launches collectives, so that all ranks launch
         # them in the same order.
-        start = partial(dist.all_to_all_single, received, flat_grad, async_op=True)
-        start_job = self.uploader.submit(start)
-        self.reduce_job = self.host.submit(self.finish_reduce_scatter, start_job, flat_grad, received)
+        launch = partial(dist.all_to_all_single, received, flat_grad, async_op=True)
+        launch_job = self.uploader.submit(launch)  # its result is the collective's handle
+        self.reduce_job = self.host.submit(self.finish_reduce_scatter, launch_job, flat_grad, received)
 
-    def finish_reduce_scatter(self, start_job, flat_grad, received):  # in the host's thread
-        start_job.result().wait()
+    def finish_reduce_scatter(self, launch_job, flat_grad, received):  # in the host's thread
+        launch_job.result().wait()
         own_grad = flat_grad[: len(self.own_param)]  # the sum overwrites what has been sent
         torch.sum(received.view(self.n_shards, -1), 0, out=own_grad)
         self.host.copy(self.host_grad, own_grad)
@@ -304,7 +296,7 @@ class Unit:
         self.shard.grad *= scale
         self.optimizer.step()
         self.shard.grad.zero_()
-        self.host_param.copy_(self.shard.data)  # for bf16
+        self.host_param.copy_(self.shard.data)
 
 
 class Worker:
@@ -332,7 +324,7 @@ def train(config):
     device, text = set_up(config, f" | params {config.params} | link {config.link_gbps:g} Gbit/s")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(config).to(DTYPES[config.dtype])
-    new_optimizer = partial(OPTIMIZERS[config.optim], lr=config.lr, fused=True)
+    new_optimizer = partial(OPTIMIZERS[config.optim], lr=config.lr, fused=True)  # fused: one pass over memory
     model = Offload(model, Block, device, new_optimizer, config.params, config.link_gbps)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()

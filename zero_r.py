@@ -2,9 +2,9 @@
 
 Idea
     Backward needs the activations that forward computed, and these often take more memory than the weights. A
-    checkpoint keeps the input of a block and drops what the block computes. Just before backward needs that,
-    it runs the block's forward again. Backward takes about twice as long as forward, so this costs about a
-    third more time (arXiv 1604.06174).
+    checkpoint keeps the input of a block and drops what the block computes. Just before backward needs these
+    values, the block's forward runs again. Backward takes about twice as long as forward, so this costs about
+    a third more time (arXiv 1604.06174).
 
     Tensor-parallel ranks, which share the work of each layer, have the same inputs. So each keeps 1/N of an
     input, on the GPU or the host, and backward all-gathers it (ZeRO's P_a and P_a+cpu, 1910.02054, 6.1).
@@ -13,19 +13,16 @@ Timeline (of the last two blocks)
     compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
     network |           |           |      | gather 4 | gather 3    |            | gather 2    | ...
 
-Memory (bytes on each rank)
-    P parameters, L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
-    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
-    m bytes of a statistic of a norm, and of each number that the loss needs: 4, in fp64 8
-    G gradients that MasterWeights copies at a time, in 2 + 4 bytes: 2^24, or the largest tensor's if more
-    parameters     (w+c)P
-    gradients      wP+3cG/2
-    optimizer      KP
-    activations    bs((L/N+2)wh+(2+v)m)   on N ranks; in backward also 16wbsh of a block, wbsh of an input
+Memory (bytes on each rank; w of a weight: 4 in fp32, 2 in bf16; m = 4; in fp64 both are 8)
+    activations    bs((L/N+2)wh+(2+v)m)    on N ranks; of each token 1/N of L blocks' inputs, h each
+    There are L layers, h width, s context, v vocabulary, and b sequences in a microbatch.
     Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
     1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has 2h and 2
     statistics, the loss v numbers.
+    So in backward 17wbsh come on top, and a block's statistics: the 16h, and the next block's input.
+    parameters     (w+c)P      P parameters; c = 4 in bf16, for fp32 copies (see MasterWeights), else 0
+    gradients      wP+3cG/2    in bf16 G gradients at a time are copied, in 2 + 4 bytes: 2^24, or one tensor's
+    optimizer      KP          K = 8 for AdamW's two moments (fp64: 16), 0 for SGD
 
 Sent (bytes, by each rank in each step)
     all-gather     kwbshL(N-1)/N    in a ring; k microbatches; offload: also kwbshL/N to the host, and back
@@ -35,12 +32,15 @@ Run
     torchrun --nproc_per_node=8 zero_r.py --size gpt2 --dtype bf16 --policy offload
 
 Left out
-    Refused: arguments but the first, or tensors that backward needs, that are changed in place; fewer tensors
+    ZeRO-R's buffers of constant size, and its defragmentation (6.2, 6.3).
+    All ranks must run the same forwards and backwards, or they hang, or mix up inputs.
+    Refused: changing in place an argument but the first, or a tensor that backward needs; fewer tensors
     the second time, or other shapes or dtypes, as when autocast ends before backward.
     Wrong, and not noticed: other values the second time, because of other random generators (numpy's, your
     own), or because tensors that are no arguments (parameters, those in a partial) change before backward;
-    side effects, which happen twice (BatchNorm's statistics).
-    Not handled: keyword arguments (use a partial). A checkpoint in another one keeps its input all the time.
+    side effects, which happen twice (BatchNorm's statistics), or once, if they come after the last result
+    that backward needs. Not handled: keyword arguments (use a partial).
+    In nested checkpoints the inner input is not dropped.
 """
 
 import argparse
@@ -89,8 +89,8 @@ class NaiveCheckpoint(torch.autograd.Function):
 # - If x needs no gradient, the parameters get none.
 # - The function must take and return a single tensor.
 # - Dropout draws other random numbers the second time.
-# - What is slow is computed again, too.
-# - So is what comes after the last operation whose result backward needs.
+# - Everything is computed again, even what is slow and small.
+# - So is the end of the function, though backward needs none of its results.
 #
 # So below, autograd builds the function's graph as usual. Hooks replace only the tensors that it saves there.
 # (The fifth problem stays.) The ranks all have the same x, so each keeps 1/N of it. So that backward need not
@@ -101,7 +101,7 @@ def checkpoint(function: Callable, *args, store: "Partitioned"):
     """function(*args). What it computes for backward is dropped, and computed again there.
 
     Random numbers are the same both times, if they are drawn from torch's default generators.
-    store keeps the first argument, which is the same on all ranks.
+    store keeps the first argument, which is the same on all ranks; the others are kept whole.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -120,10 +120,11 @@ class Checkpoint:
         self.function = function
         x, *self.args = args
         self.versions = versions_of(self.args)
-        self.start_all_gather = partial(store.start_all_gather, *store.partition(x))
-        self.gathering = None  # or what that has returned
+        kept = store.partition(x)
+        self.start_all_gather = partial(store.start_all_gather, *kept)
+        self.gathering = None  # or (x, work), when its all-gather is under way
         self.previous = store.last()  # the checkpoint that backward needs next
-        store.last = weakref.ref(self)
+        store.last = weakref.ref(self)  # weak: it must end with its graph
         self.random_states = get_random_states()
         self.dropped = []  # (shape, dtype) by number
         self.recomputed = {}  # (tensor, its version) by number, until backward has asked for it
@@ -139,6 +140,7 @@ class Checkpoint:
 
     def unpack(self, number):
         # The first tensor that backward asks for brings all of them; each is free once it has been used.
+        # None: from pack_again(), so this backward runs inside of the function.
         assert number is not None, "torch.autograd.grad() inside of a checkpointed function: call it outside"
         if number not in self.recomputed:
             self.recompute()
@@ -170,7 +172,8 @@ class Checkpoint:
         # It returns nothing, as nobody goes back through this run's graph.
         number = len(self.recomputed)
         assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed with another shape or dtype"
-        # The tensor itself has a graph, which has these hooks, which have this checkpoint: a reference cycle.
+        # Without detach() this would be a reference cycle: the checkpoint has the tensor, its graph has these
+        # hooks, which have the checkpoint.
         self.recomputed[number] = tensor.detach(), tensor._version
         if len(self.recomputed) == len(self.dropped):
             raise StopRecomputation
@@ -181,8 +184,8 @@ class StopRecomputation(BaseException):
 
 
 class Partitioned:
-    """Each rank of a group keeps 1/N of a tensor, with offload on the host. Not noticed: tensors that differ.
-    So beside data parallelism, give it the group of tensor-parallel ranks, which have the same."""
+    """Each rank of a group keeps 1/N of a tensor, with offload on the host. All ranks' tensors must be equal,
+    which is not checked: beside data parallelism, give it the tensor-parallel group."""
 
     def __init__(self, device: torch.device, offload: bool = False, group: dist.ProcessGroup | None = None):
         self.device = device
@@ -190,14 +193,13 @@ class Partitioned:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.group = group
         self.world_size = dist.get_world_size(group)
-        self.last = lambda: None  # the latest checkpoint, which only its graph keeps alive
+        self.last = lambda: None  # the latest checkpoint, or None
 
     def partition(self, x):
         """Copy this rank's 1/N of x. Returns what start_all_gather() needs."""
-        assert x.is_contiguous() and x.device == self.device, "not contiguous, or not on the store's device"
         size = -(-x.numel() // self.world_size)
         own = x.detach().flatten()[dist.get_rank(self.group) * size :][:size]
-        # A copy: a view would keep all of x, and the caller may change x while it goes to the host.
+        # F.pad copies, always: a view would keep all of x, which may also change on its way to the host.
         shard = part = F.pad(own, (0, size - len(own)))
         if self.offload:
             shard = torch.empty_like(part, device="cpu", pin_memory=self.stream is not None)
@@ -240,7 +242,7 @@ def set_random_states(states):
 
 @torch.no_grad()
 def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_ with sums in fp64: torch rounds its own to the gradients' dtype."""
+    """torch.nn.utils.clip_grad_norm_, but it returns the norm in fp64: torch's has the gradients' dtype."""
     params = list(params)
     norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
     nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))

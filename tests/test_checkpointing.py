@@ -223,10 +223,10 @@ def check_events(name, offload=False):
     assert store.last() is None, "a checkpoint outlives its backward"
     order = "fetch 2, wait 2, fetch 1, forward 2, wait 1, fetch 0, forward 1, wait 0, forward 0"
     assert ", ".join(events[3:]) == order, f"another order: {events}"
-    failed = error_of(lambda: lesson.checkpoint(torch.sin, torch.ones(3, 5).t(), store=store))
-    assert "not contiguous" in failed, f"taken, but not contiguous: {failed}"
-    failed = error_of(lambda: lesson.checkpoint(torch.sin, torch.ones(3, device="meta"), store=store))
-    assert "not on the store's device" in failed, f"taken from another device: {failed}"
+    x = torch.arange(6.0).view(2, 3).requires_grad_()
+    store = lesson.Partitioned(torch.device("cpu"), offload)
+    lesson.checkpoint(torch.sin, x.t(), store=store).sum().backward()  # not contiguous
+    assert torch.equal(x.grad, x.detach().cos()), "transposed: another gradient"
     store = lesson.Partitioned(torch.device("meta"), offload)
     with mock.patch.object(torch.Tensor, "copy_"):  # of a tensor without data; of a GPU's see test_nccl.py
         kept_on = store.partition(torch.ones(4, device="meta"))[0].device.type
@@ -261,8 +261,6 @@ test_a_mutant_of_checkpointing_is_rejected = mutants(MUTANTS, "checkpointing")
 MUTANTS = [
     ("self.gathering or self.start", "self.start", check_events, "another order"),
     ("self.previous.gathering = self.previous", "self.previous", check_events, "another order"),
-    ("x.is_contiguous() and", "", check_events, "taken, but not contiguous"),
-    ("and x.device == self.device", "", check_events, "taken from another device"),
     ("store.last = weakref.ref(self)", "store.last = lambda: self", check_events, "outlives"),
     ("F.pad(own, (0, size - len(own)))", "own", check_changed, "has changed, too"),
     ("F.pad(own, (0, size - len(own)))", "F.pad(own, (0, size))[:size]", check_events, "not 1/N"),

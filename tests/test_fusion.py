@@ -109,7 +109,7 @@ MUTANTS = [
     (" or q.dim() != 4", "", check_refused, "no heads"),
     ('not torch.is_grad_enabled(), "create_graph=True: att', 'True, "', check_refused, "of attention"),
     ('not torch.is_grad_enabled(), "create_graph=True: the', 'True, "', check_refused, "of loss"),
-    ("weighted * correction + weights", "weighted + weights", check_attention, "another output"),
+    ("weighted * correction + exps", "weighted + exps", check_attention, "another output"),
     ("total = total * correction +", "total = total +", check_softmax, "another softmax"),
     (".triu(1)", ".triu(2)", check_attention, "another output"),
     ("(tiles(k, v)[: i + 1])", "(tiles(k, v)[: i or 1])", check_attention, "another output"),

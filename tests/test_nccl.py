@@ -245,7 +245,7 @@ ON_GPU = [
     ("sequence_parallel", "work.wait()\n        return received", "return received", USES),
     ("offload", "torch.cuda.current_stream().wait_stream(self.uploader.stream)", "pass", USES),
     ("offload", "self.stream.wait_stream(torch.cuda.current_stream())", "pass", LATE),
-    ("offload", "start_job.result().wait()", "start_job.result()", USES),
+    ("offload", "launch_job.result().wait()", "launch_job.result()", USES),
     ("pipeline zero_bubble pipeline_v", "        work.wait()\n        return", "        return", USES),
     ("parallel_3d", "        self.work.wait()\n", "", USES),
     ("collectives", "        work.wait()\n", "        pass\n", USES),

@@ -25,8 +25,8 @@ def wrap(name, model, unit_class, **options):
 
 def shards_of(wrapper):
     """What optimizers are given."""
-    if hasattr(wrapper, "own_parameters"):
-        return [shard for shards in wrapper.own_parameters() for shard in shards]
+    if hasattr(wrapper, "matrix_units"):  # muon.py's
+        return wrapper.shards
     return [*wrapper.parameters()]
 
 

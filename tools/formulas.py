@@ -246,7 +246,7 @@ def offloaded(shape, ranks, with_params=False):
     model, block = whole_model(shape), parameters(1, shape.hidden, 0, 0, 1, False, False)
     rest = model - shape.layers * block
     on_device = rest + 2 * block if with_params else model
-    gradients = max(2 * rest, rest + 2 * block, 3 * block)
+    gradients = max(2 * rest, rest + 3 * block)
     return 2 * (on_device + gradients), 20 * model // ranks
 
 
