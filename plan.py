@@ -313,9 +313,7 @@ def giga(size):
 
 
 TITLES = "parameters gradients optimizer activations sum sent/step fits idle ms/step MFU bound_by"
-NOTE = (
-    "GB: 10^9 bytes. t x p x d: tensor x pipeline x data (ZeRO-1), the four fastest that fit. *: not as asked"
-)
+NOTE = "GB: 10^9 bytes. t x p x d: tensor x pipeline x data (ZeRO-1), the 4 fastest that fit. *: not as asked"
 
 
 def cells(row):
@@ -436,11 +434,13 @@ def find_problems(job, given):
     if missing:
         yield f"{missing}: missing; or take a --size"
         return
-    whole, block = whole_model(shape), parameters(1, shape.hidden, 0, 0, 1, False, False)
-    if not whole / 2 <= (job.params or whole) <= 2 * whole:
-        yield f"--params {job.params}: must be near the {whole} that the shape has, half or twice at most"
-    if (job.expert_params or 0) > block / 2:
-        yield f"--expert-params {job.expert_params}: must be less than half a layer's {block}"
+    whole = whole_model(shape)
+    params = job.params or whole
+    layer = parameters(1, shape.hidden, 0, 0, 1, False, False) * params // whole
+    if not whole <= 2 * params <= 4 * whole:
+        yield f"--params {params}: must be from half to twice the {whole} that the shape has"
+    if (job.expert_params or 0) > layer:
+        yield f"--expert-params {job.expert_params}: must be at most a layer's {layer}"
     if job.gpus % min(job.gpus, job.gpus_per_node):
         yield f"--gpus-per-node {job.gpus_per_node}: must divide --gpus {job.gpus}"
     if job.gpus % (job.shard or 1):

@@ -168,7 +168,11 @@ def random_flags(draw):
     odd = [f"--micro-batch {draw.randint(2, 6)}", f"--accum {draw.choice((0.5, 2, 3))}", "--precision fp32"]
     odd += ["--attention math", "--schedule zb-v", "--sequence-parallel", "--gpu a100", "--optimizer muon"]
     odd += [f"--recompute {draw.choice(('selective', 'full', 'all'))}", "--cp 2" if gpus > 1 else "--accum 1"]
-    odd += [f"--shard {2 if gpus > 1 else 1}", "--inner-steps 9", f"--experts {draw.choice((2, 8))}"]
+    odd += [
+        f"--shard {2 if gpus > 1 else 1}",
+        "--inner-steps 9",
+        f"--experts {draw.choice((2, 8))} --expert-params 512",
+    ]
     odd += ["--attention fused", f"--gbps-nodes {draw.choice((1, 360))}", f"--gbps {draw.choice((1, 9))}"]
     return " ".join([flags, *draw.sample(odd, draw.randint(0, 5))]), gpus
 
@@ -185,6 +189,8 @@ def check_random_jobs(name, jobs=30):
         flags, gpus = random_flags(draw)
         job = parse(f"{flags} --gpus {gpus}")
         rows = list(plan.table(job))
+        if not rows:  # --accum 0.5 without any mesh: refused
+            continue
         for row in rows:
             *parts, whole, _ = row["bytes"].values()
             assert whole == sum(parts) and min(parts) >= 0 <= row["bytes"]["sent_per_step"], f"{flags}: {row}"
@@ -223,7 +229,8 @@ def test_300_random_jobs():
 
 
 def check_wide_jobs(name):
-    """Ranks that share gradients are where the numbering puts them; what two messages hide behind counts once."""
+    """Ranks that share gradients are where the numbering puts them; what two
+    messages hide behind counts once."""
     plan = planner(name)
     flags = "--size 7.5b --gpus 64 --cp 8 --gbps-nodes 2".split()
     job = plan.parse(flags)
@@ -366,7 +373,7 @@ def test_a_row_is_what_the_ledger_measures(kind, ranks):
     for part in "parameters", "gradients", "optimizer":
         measured = result["held"][part]["measured"]
         assert (
-            -0.01 * measured <= measured - found[part] <= 0.01 * measured + (part == "gradients") * others
+            -0.03 * measured <= measured - found[part] <= 0.01 * measured + (part == "gradients") * others
         ), part
     sent = sum(row["wire"] for row in result["sent"].values())
     assert found["sent_per_step"] == pytest.approx(sent, rel=1e-3), "sends another number of bytes"
@@ -377,12 +384,11 @@ def docstring_of(lesson_name, flags):
     ledger, lesson = load("tools/ledger"), load(lesson_name)
     config = lesson.parse(f"--size gpt2 {flags}".split())
     config.shares = 1
-    letters = ledger.letters_of(lesson, config, 4, "gloo")
+    letters = ledger.letters_of(lesson, config, 4, "nccl")
     formulas = ledger.read_formulas(lesson, config).items()
     return letters, {key: ledger.evaluate(formula, letters) for key, formula in formulas}
 
 
-SENT = "all-gather", "reduce-scatter", "all-to-all"
 MIXTRAL = """--params 7241732096 --layers 32 --heads 32 --hidden 4096 --seq 4096 --vocab 32000
     --experts 8 --top-k 2 --mixtures 32 --expert-params 176160768"""
 DEEPSEEK = """--params 19.5b --layers 61 --heads 128 --hidden 7168 --seq 4096 --vocab 129280
@@ -399,8 +405,8 @@ def check_mixtures(name):
         giga[flags, gpus] = [round(rows[kind]["bytes"]["sum"] / 1e9, 1) for kind in ("EP", "ZeRO-3 + EP")]
         assert not rows["EP"]["fits"], "EP alone fits"
         assert rows["ZeRO-3 + EP"]["fits"] == (flags == MIXTRAL or gpus == 2048), "fits elsewhere"
-        experts, others, active, ranks = plan.spread(job)
-        sizes = (experts * ranks + others) / 1e9, active / 1e9
+        letters = plan.letters_of_experts(job, gpus, 1)
+        sizes = [(letters["D"] + letters["M"] * letters["U"] * letters[many]) / 1e9 for many in "Xt"]
         expected = (46.7, 12.9) if flags == MIXTRAL else (671, 37)
         assert sizes == pytest.approx(expected, rel=0.02), f"another model: {sizes}"
     for flags, title in (MIXTRAL, "Mixtral 8x7B"), (DEEPSEEK, "DeepSeek-V3"):
@@ -410,59 +416,77 @@ def check_mixtures(name):
 
 
 def check_other_lessons(name):
-    """Mixtral 8x7B from Mistral 7B; the docstrings of expert_parallel, offload.py, diloco.py and muon.py."""
-    plan, formulas = planner(name), load(name if name.endswith("formulas.py") else "tools/formulas")
-    sizes = formulas.mixture(7_241_732_096, 32, 3 * 4096 * 14336, 4096, 8, 2)
+    """Mixtral 8x7B from Mistral 7B; all lines of the docstrings of expert_parallel, expert_zero, diloco, muon
+    and offload."""
+    plan = planner(name)
+    letters = plan.letters_of_experts(plan.parse(MIXTRAL.split()), 8, 1)
+    sizes = [letters["D"] + 32 * letters["U"] * experts for experts in (8, 2)]
     assert sizes == [46_702_792_704, 12_879_925_248], "not Mixtral's parameters"
-    _, values = docstring_of("expert_parallel", "--batch 24 --accum 3 --ep 4")
-    flags = "--size gpt2 --gpus 4 --inner-steps 100 --precision"
-    job = plan.parse(f"{flags} fp32 --experts 8 --micro-batch 2 --accum 3".split())
-    found = plan.row(job, "EP")["bytes"]
-    assert all(found[key] == values[key] for key in ("parameters", "optimizer")), "holds another number"
-    assert found["sent_per_step"] == values["all-to-all"] + values["all-reduce"], "other bytes"  # but counts
-    ledger = load("tools/ledger")
-    letters, values = docstring_of("expert_zero", "--batch 24 --accum 3 --ep 2 --experts 2")
-    both = plan.parse(f"{flags} fp32 --experts 2 --micro-batch 2 --accum 3".split())
-    found = plan.row(both, "ZeRO-3 + EP")["bytes"]
-    shards = ledger.evaluate("m(D+MXU)/N", letters)  # without units in flight
-    assert (found["parameters"], found["optimizer"]) == (shards, values["optimizer"]), "holds another number"
-    sent = ledger.evaluate("3kwD(N-1)/N+3kwM(XU/e)(N-e)/N", letters) + values["all-to-all"]
-    assert found["sent_per_step"] == sent, "other bytes"
-    kept = ledger.evaluate("kwE(N-1)/N-8kMX(N-1)", letters)  # the root is, and counts are sent
-    assert sent - kept == sum(values[key] for key in SENT), "not the docstring's"
-    for more in "", "--params":
-        _, values = docstring_of("offload", f"--dtype bf16 {more}")
-        device = values["parameters"] + values["gradients"]
-        assert plan.offloaded(job.shape, 4, bool(more)) == (device, values["host"]), "other bytes"
-    for precision, dtype in ("fp32", "fp32"), ("mixed", "bf16"):
-        _, values = docstring_of("diloco", f"--dtype {dtype}")
-        job = plan.parse(f"{flags} {precision}".split())
-        found = plan.row(job, "DiLoCo")["bytes"]
-        assert found["sent_per_step"] == values.pop("all-reduce") // 100, "diloco.py sends another number"
-        assert found["sum"] - found["activations"] == sum(values.values()), "diloco.py holds another number"
-        letters, values = docstring_of("muon", f"--dtype {dtype}")  # whose owners are even
-        held = plan.row(plan.changed(job, optimizer="muon"), "ZeRO-1")["bytes"]
-        lesson = values["parameters"] + values["optimizer"], values["gradients"] - letters["P"]
-        assert lesson == (held["parameters"] + held["optimizer"], held["gradients"]), "holds another number"
-        assert values["reduce"] + values["broadcast"] == held["sent_per_step"], "other bytes"
+    flags = "--size gpt2 --gpus 4 --inner-steps 100 --micro-batch 2 --accum 3 --optimizer muon --experts"
+    rows = {
+        "EP": ("expert_parallel", "--batch 24 --accum 3 --ep 4", 8),
+        "ZeRO-3 + EP": ("expert_zero", "--batch 24 --accum 3 --ep 2 --experts 2", 2),
+        "DiLoCo": ("diloco", "--batch 24 --accum 3", 2),
+        "Muon": ("muon", "--batch 24 --accum 3", 2),
+    }
+    for (precision, dtype), kind in itertools.product((("fp32", "fp32"), ("mixed", "bf16")), rows):
+        lesson, own, experts = rows[kind]
+        _, values = docstring_of(lesson, f"{own} --dtype {dtype}")
+        job = plan.parse(f"{flags} {experts} --precision {precision}".split())
+        found = plan.row(job, kind)["bytes"]
+        for part in "parameters", "gradients", "optimizer":
+            assert found[part] == pytest.approx(values[part], abs=2), f"{kind} holds another number: {part}"
+        sent = sum_of(values) / (100 if kind == "DiLoCo" else 1)
+        assert found["sent_per_step"] == pytest.approx(sent, abs=5), f"{kind} sends other bytes"
+    _, values = docstring_of("offload", "--dtype bf16 --params")
+    values = [plan.giga(size) for size in (values["parameters"] + values["gradients"], values["host"])]
+    shown = printed("--size gpt2 --gpus 4")
+    assert f"offload.py --params: {values[0]} GB and activations, {values[1]} GB on the host" in shown, values
 
 
-def test_json_is_the_table_in_bytes_and_curves_are_of_what_fits(tmp_path):
-    flags = "--size gpt2 --gpus 4 --gpu-gb 2 --recompute all"
-    files = f"--json {tmp_path}/json --plot {tmp_path}/svg"
-    command = [sys.executable, "plan.py", *flags.split(), *files.split()]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+def run(flags, **options):
+    command = f"{sys.executable} {ROOT}/plan.py {flags}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize("gpu_gb, advised", [(2.5, "ZeRO-3"), (2, "ZeRO-3*")])
+def test_json_is_the_table_in_bytes(tmp_path, gpu_gb, advised):
+    flags = f"--size gpt2 --gpus 4 --gpu-gb {gpu_gb} --recompute all"
+    done = run(f"{flags} --json {tmp_path}/json", cwd=tmp_path)
     written = json.loads((tmp_path / "json").read_text())
     assert json.loads(printed(f"{flags} --json -")) == written
-    assert written["why"] == out.splitlines()[-1] and written["take"] in written["rows"]
-    shown = [line.replace(", ", ",").split() for line in out.splitlines() if line.startswith(("DP", "ZeRO"))]
+    assert written["why"] == done.stdout.splitlines()[-1] and written["take"] in written["rows"]
+    shown = [
+        line.replace(", ", ",").split() for line in done.stdout.splitlines() if re.match("DP|ZeRO", line)
+    ]
     rows = [row for row in written["rows"] if row["tensor"] * row["pipeline"] == 1]
     for (strategy, *words), row in zip(shown, rows, strict=True):
         assert strategy.partition(",")[0] == row["strategy"]
         sizes = [float(word) * 1e9 for word in words[:6]]
         assert sizes == pytest.approx([*row["bytes"].values()], rel=6e-3)
         assert float(words[8]) == pytest.approx(row["ms"]["sum"], rel=6e-3) and words[10] == row["bound_by"]
-    assert re.findall("<!-- (DP|ZeRO-3) -->", (tmp_path / "svg").read_text()) == ["ZeRO-3"], "other curves"
+
+
+def test_nothing_is_lost_and_errors_are_one_line(tmp_path):
+    """What --json names is what it was, or a new one that is whole."""
+    kept, link = tmp_path / "a b.json", tmp_path / "link"
+    kept.write_text("precious")
+    link.symlink_to(kept)
+    refused = "--gpus 0", "--size toy --nope", "--size toy --accum .3", "--params 1b", "--size toy --cp 3"
+    for flags in refused:
+        done = run(f"{flags} --json link", cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), f"{flags}: {done}"
+    assert kept.read_text() == "precious" and sorted(tmp_path.iterdir()) == [kept, link]
+    broken = {"--json /dev/full": 2, f"--json {tmp_path}": 2, "--json - | head -c 10": 0, ">/dev/full": 1}
+    for more, code in broken.items():
+        done = run(f"--size 7.5b {more}", cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n") < 2) == (code, True), f"{more}: {done}"
+        assert code == 0 or done.stderr.startswith("plan.py: "), f"{more}: {done}"
+    assert run("--size toy --json link", cwd=tmp_path).returncode == 0
+    assert link.is_symlink() and json.loads(kept.read_text())["take"]
+    assert sorted(tmp_path.iterdir()) == [kept, link], "something is left"
+    assert run("--size toy --json /dev/stdout").stdout.startswith('{"params": ')
+    assert run("--size 7.5b --gpus 1 --gpu-gb 1").returncode == 1, "nothing fits, and no script sees it"
 
 
 def test_the_docs_show_what_plan_prints():
@@ -474,38 +498,62 @@ def test_the_docs_show_what_plan_prints():
 
 
 CHECKS = [check_published, check_counts, check_layer, check_wire, check_advice, check_idle_and_exposed]
-CHECKS += [check_compute_bound, check_lessons, check_mixtures, check_other_lessons]
+CHECKS += [
+    check_compute_bound,
+    check_lessons,
+    check_mixtures,
+    check_other_lessons,
+    check_random_jobs,
+    check_wide_jobs,
+]
 WAYS = "--recompute full", "--sequence-parallel --recompute selective --precision fp32 --attention math"
 JOB = "--layers 37 --heads 6 --hidden 30 --vocab 9999 --seq 64 --micro-batch 3 --accum 2"
-JOBS = [f"{JOB} --gpus {gpus} {way}" for gpus, way in itertools.product((1, 7, 36, 64), WAYS)]
+GPUS = "1", "7", "36 --gpus-per-node 6", "64"
+JOBS = [f"{JOB} --gpus {gpus} {way}" for gpus, way in itertools.product(GPUS, WAYS)]
 CHECKS += [partial(check_stages, flags=flags) for flags in JOBS]
 test_each_promise_is_kept = holds("plan", *CHECKS)
 FORMULAS = [
-    ("4 * (matrices //", "2 * (matrices //", check_other_lessons, "holds another number"),
-    ("rest + 2 * block if", "rest + block if", check_other_lessons, "other bytes"),
-    ("params * (ranks - 1) // ranks", "params", check_wire, "other bytes of a ZeRO stage"),
+    ('"E": job.params - layers * block', '"E": 0', check_lessons, "ZeRO-2 holds another number"),
+    ("min(1, layers - 1)", "0", check_lessons, "ZeRO-3 holds another number"),
+    ("max(3 * layers * matrix / ranks, matrix)", "matrix", check_other_lessons, "Muon holds another number"),
+    ("block * (job.shape.layers > 1)", "0", check_other_lessons, "ZeRO-3 + EP holds another number"),
+    ('"b": job.micro_batch * ranks', '"b": job.micro_batch', check_other_lessons, "EP sends other bytes"),
     ("+ 7 * hidden) // tensor + 6 * hidden", "+ 9 * hidden) // tensor + 4 * hidden", check_counts, "split"),
     ("ends[0] * numbers", "ends[0] * width * numbers", check_published, "other bytes of activations"),
     ('4 * (recompute == "full")', "0", check_wire, "tensor parallelism"),
+    ("- 1 - 3 * microbatches", "- 1 - 4 * microbatches", check_idle_and_exposed, "another bubble"),
     ("2 * pipeline - 1 - micro", "pipeline - 1 - micro", check_idle_and_exposed, "another bubble"),
-    ("-(-params // ranks)", "params", check_lessons, "holds another number"),
-    ("wire(0, params // shard, ranks", "wire(0, params, ranks", check_lessons, "HSDP sends another number"),
     ("(0, 1, 1, microbatches)[stage]", "(0, 1, 1, 1)[stage]", check_idle_and_exposed, "exposed bytes: 3"),
-    ("reduced - backwards * backward", "reduced - backward", check_idle_and_exposed, "exposed bytes: 2"),
+    ("- backwards * backward", "- backward", check_idle_and_exposed, "exposed bytes: 2"),
     ("speed / flops", "speed / flops / 2", check_compute_bound, "not 2550"),
+    ("job.gbps_nodes * (near if ring else 1)", "job.gbps_nodes", check_compute_bound, "not an H100's"),
 ]
 PLAN = [
     ("(shape.layers + stage) // pipeline", "shape.layers // pipeline", check_counts, "stages lack"),
     ("seq=shape.seq // job.cp", "seq=shape.seq", check_wire, "a part of the tokens"),
     ("len({0, pipeline - 1} - {stage})", "2", check_wire, "a pipeline"),
-    ("-(shape.layers if shape else 1) % pipeline, ", "", check_stages, "the fullest stage"),
+    ("-shape.layers % pipeline, ", "", check_stages, "the fullest stage"),
     ('row["zero"] > 0, ', "", check_advice, "Take"),
-    ("fastest(pair[1])", "fewest(pair[1])", check_advice, "another one is faster"),
-    ("job.gbps_nodes * (neighbours if ring else 1)", "job.gbps_nodes", check_compute_bound, "not an H100's"),
+    ("f\"{row['ms']['sum']:.6g}\"", '"1"', check_advice, "another one is faster"),
+    ("(tried(job), MOST)", "(((job, row) for row in table(job)), MOST)", check_advice, "12: Nothing fits of"),
+    ("MOST))", "10**4))", check_advice, "tries without end"),
+    (
+        "fastest(pair[1]))\n    if not fit",
+        "pair[0] is not job)\n    if not fit",
+        check_random_jobs,
+        "slower with",
+    ),
+    (
+        "!= getattr(asked, name)",
+        "!= getattr(asked, name) != 1",
+        check_random_jobs,
+        "not a row of its own table",
+    ),
+    ("f\"{row['mfu']:.0%}\", ", "", check_random_jobs, "other cells than titles"),
     ("(2 * tokens * rank.params, moved)", "(2 * tokens * rank.params, 0)", check_published, "2304"),
-    ("(experts, data // ranks, ranks)", "(experts, data, ranks)", check_other_lessons, "other bytes"),
-    ("wire(zero, part, group, k", "wire(zero, part, group, 1", check_other_lessons, "other bytes"),
-    ("held[name] += size", "held[name] = size", check_other_lessons, "holds another number"),
+    ("min(job.cp, near(job, tensor)) * ", "", check_wide_jobs, "gradients travel elsewhere"),
+    ("max(0, rank.backward - 2 * gathered / speed)", "rank.backward", check_wide_jobs, "slower"),
+    ("sum(sent.values()) - others", "sum(sent.values())", check_other_lessons, "EP sends other bytes"),
 ]
 test_a_mutant_is_rejected = mutants(PLAN, "plan")
 test_a_mutant_of_the_formulas_is_rejected = mutants(FORMULAS, "tools/formulas")

@@ -149,7 +149,7 @@ def activations(
 def exposed(stage, sent, gathered, microbatches, forward, backward):
     """Bytes that computation does not hide of those sent in ZeRO's stage 0 to 3.
 
-    A forward hides so many, a backward so many. gathered: bytes that an all-gather of all parameters sends."""
+    A forward hides so many, a backward so many. gathered: bytes of an all-gather of all parameters."""
     gathers = (0, 1, 1, microbatches)[stage]
     backwards = (1, 1, microbatches, microbatches)[stage]
     late = max(0, sent - gathers * gathered - backwards * backward)
