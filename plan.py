@@ -105,15 +105,21 @@ class Rank:
         self.params = params
         self.microbatches = microbatches
         self.activations = None
-        self.forward = self.backward = 0  # ms of a microbatch
+        self.forward = self.backward = 0  # ms of a microbatch that hide messages
         self.sent = 0
         self.ms = {"computation": 0, "links inside": 0, "links between": 0, "idle": 0}
 
     def send(self, sent, ranks, near, beside=0, ring=True):
-        """Bytes to `ranks` ranks, so many of them in a node, beside so many ms of computation."""
+        """Bytes to `ranks` ranks, so many of them in a node, beside so many ms of computation: the part of it
+        that hides them hides nothing else."""
         where, speed = link(self.job, ranks, near, ring)
+        left = self.microbatches * (self.forward + self.backward)
+        hidden = min(beside, left, sent / speed)
         self.sent += sent
-        self.ms[where] += max(0, sent / speed - beside)
+        self.ms[where] += sent / speed - hidden
+        rest = 1 - hidden / (left or 1)
+        self.forward *= rest
+        self.backward *= rest
 
     def compute(self, flops, moved):
         return flops / self.job.tflops / 1e9 + moved / self.job.hbm_gbps / 1e6
@@ -203,10 +209,7 @@ def divide(job, kind, rank, data, neighbours):
 def row(job, kind, tensor=1, pipeline=1):
     """A strategy, as in --json: the most that a rank holds, that one sends, and that one takes."""
     shape, data = job.shape, job.gpus // (tensor * pipeline)
-    active = job.params
-    if "EP" in kind:
-        experts = letters_of_experts(job, 1, 1)
-        active = experts["D"] + experts["M"] * experts["t"] * experts["U"]
+    active = letters_of_experts(job, 1, 1)["P"] if "EP" in kind else job.params
     size, sent, ms = {"sum": 0}, 0, {"sum": 0}
     # Of stages with as many layers an earlier one has more in flight, so these show the most.
     for stage in {0, 1, -shape.layers % pipeline, pipeline - 1} - {pipeline}:
@@ -218,16 +221,22 @@ def row(job, kind, tensor=1, pipeline=1):
         ms = max(ms, rank.ms, key=total)
         sent = max(sent, rank.sent)
     name = f"t{tensor} x p{pipeline} x d{data}" if tensor * pipeline > 1 else kind
-    found = {"strategy": name, "zero": ZERO[kind], "tensor": tensor, "pipeline": pipeline, "data": data}
-    found["recompute"] = job.recompute
-    found["idle"] = idle(job.schedule, pipeline, rank.microbatches)
-    found["bytes"] = size | {"sent_per_step": sent}
-    found["fits"] = size["sum"] <= job.gpu_gb * 1e9
-    flops = 6 * active + 12 * shape.layers * shape.hidden * shape.seq
-    tokens = shape.seq * job.micro_batch * job.accum  # of a GPU
-    found["ms"] = ms
-    found["mfu"] = flops * tokens / ms["sum"] / job.peak_tflops / 1e9
-    return found | {"bound_by": max(ms.keys() - {"sum"}, key=ms.get)}
+    flops = 6 * active + 12 * shape.layers * shape.hidden * shape.seq  # of a token, of which a GPU has:
+    flops *= shape.seq * job.micro_batch * job.accum
+    return {
+        "strategy": name,
+        "zero": ZERO[kind],
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "data": data,
+        "recompute": job.recompute,
+        "idle": idle(job.schedule, pipeline, rank.microbatches),
+        "bytes": size | {"sent_per_step": sent},
+        "fits": size["sum"] <= job.gpu_gb * 1e9,
+        "ms": ms,
+        "mfu": flops / ms["sum"] / job.peak_tflops / 1e9,
+        "bound_by": max(ms.keys() - {"sum"}, key=ms.get),
+    }
 
 
 def strategies(job):
@@ -347,8 +356,8 @@ def show(job, rows, advice):
 
 def number(text):
     """7.5b, 125m, 1e9 or 7500000000 as an int."""
-    digits, unit = re.fullmatch(r"([\d.]+(?:e\d+)?)([kmbt]?)", text.lower()).groups()
-    return round(min(1e18, float(digits) * 1000 ** " kmbt".index(unit or " ")))
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)([kmbt]?)", text.lower())
+    return round(min(1e18, float(match[1]) * 1000 ** " kmbt".index(match[2] or " ")))
 
 
 def refuse(problem):
@@ -460,13 +469,15 @@ def find_problems(job, given):
 def write(name, text):
     """Write a file whole or not at all; what is no file, such as a pipe, is written to."""
     path = beside = Path(name)
-    if path.is_file() or not path.exists():
-        path = path.resolve()
-        beside = path.with_name(f"{path.name}.new")
     try:
+        if path.is_file() or not path.exists():
+            path = path.resolve()
+            beside = Path(f"{path}.new")
         beside.write_text(text)
         beside.replace(path)
     except OSError as error:
+        if beside != path and beside.exists():
+            beside.unlink()
         refuse(f"--json {name}: {error.strerror}")
 
 
@@ -479,12 +490,11 @@ def plan(job):
     if best and best not in rows:
         best["strategy"] += "*"
         rows.append(best)
-    result = vars(job) | {"json": None, "take": best, "why": why, "rows": rows}
-    result["shape"] = job.shape._asdict()
+    result = vars(job) | {"json": None, "shape": job.shape._asdict(), "take": best, "why": why, "rows": rows}
     if job.json == "-":
         print(json.dumps(result))
         return result
-    if job.json:
+    if job.json is not None:
         write(job.json, json.dumps(result))
     show(job, rows, why)
     return result

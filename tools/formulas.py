@@ -224,4 +224,5 @@ def letters_of_experts(job, ranks, microbatches):
     letters |= {"M": job.mixtures, "X": job.experts, "t": job.top_k, "e": math.gcd(job.experts, job.gpus)}
     letters |= {"D": job.params + job.mixtures * (job.experts * hidden - mlp), "U": mlp}
     letters |= {"V": block - mlp + job.experts * hidden, "W": block * (job.shape.layers > 1)}
+    letters["P"] = letters["D"] + letters["M"] * letters["t"] * mlp  # that a token meets
     return letters | {"h": hidden, "b": job.micro_batch * ranks, "s": job.shape.seq}
