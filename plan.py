@@ -307,13 +307,13 @@ def advise(job):
         least = min(found, key=lambda pair: total(pair[1]["bytes"]))
         return None, f"Nothing fits of {len(found)} tried: least is {named(job, *least)}."
     first = next((pair for pair in fit if pair[0] is job), None)
-    why = f"Take {named(job, *fit[0])}, the fastest of {len(fit)} rows that fit, "
+    why = f"Take {named(job, *fit[0])}, the fastest of {len(fit)} rows that were tried and fit"
     if first == fit[0]:
-        why += "as asked."
+        why += ", as asked."
     elif first:
-        why += f"not as asked, which would be {named(job, *first)}."
+        why += f". It is not as asked: as asked {named(job, *first)} is the fastest."
     else:
-        why += "not as asked, which does not fit."
+        why += ". It is not as asked: as asked nothing fits."
     return fit[0][1], why
 
 
