@@ -33,7 +33,8 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = str(ROOT), str(ROOT / "tools")
 from bubble import bubble_rate  # noqa: E402
-from letters import evaluate, letters_of  # noqa: E402
+from formulas import plain_letters  # noqa: E402
+from letters import bytes_of, evaluate, letters_of  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
 RUN, SPEED = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("run", "speed"))
@@ -215,8 +216,9 @@ def explorer_data():
             if (choice[0] == "interleaved") == (choice[-1] > 1):
                 schedules[" ".join(map(str, choice))] = explored(lesson, *choice)
     for model, gpus in product(MODELS, GPUS):
-        size = plan.number(model), gpus
-        memory[f"{model} {gpus}"] = [[*plan.states(i, *size).values(), plan.wire(i, *size)] for i in range(4)]
+        letters = plain_letters(plan.number(model), gpus)
+        rows = [list(bytes_of(lesson, letters).values()) for lesson in ("ddp", "zero1", "zero2", "zero3")]
+        memory[f"{model} {gpus}"] = [[*row[:3], sum(row[3:])] for row in rows]
     return f"const SCHEDULES = {json.dumps(schedules)}\nconst MEMORY = {json.dumps(memory)}\n"
 
 

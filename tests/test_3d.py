@@ -35,7 +35,8 @@ def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
     result, weights = train("parallel_3d", 8, f"{TINY} {flags} --vocab 257", watched=True)
     dp, stage = 8 // tp // pp, plan.Shape((3 + pp) // pp, 8, 48, 16, 257)  # the largest
     params = [plan.parameters((4 + i) // pp, 48, 257, 16, tp, i == 0, i == pp - 1) for i in range(pp)]
-    held = plan.states(0, max(params), 1, "fp32")
+    letters = load("tools/formulas").plain_letters(max(params), dp, "fp32", 2)
+    held = plan.bytes_of("ddp", letters)
     sent = {key: row["wire"] for key, row in result["sent"].items()}
     for key in ("parameters", "optimizer"):
         assert result["held"][key]["measured"] == pytest.approx(held[key], abs=200), f"other {key}"
@@ -44,7 +45,7 @@ def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
     assert sent.get("tensor", 0) == plan.tensor_wire(stage, batch, "none", tp, False, 4, 2) + of_head
     assert sent["tie"] == 4 * 48 * -(-257 // tp)
     assert sent["pipeline"] == 2 * 4 * batch * 16 * 48 * min(2, pp - 1)
-    assert sent.get("data", 0) == plan.wire(0, max(params), dp, 2, 4)
+    assert sent.get("data", 0) == held["all-reduce"]
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in weights.values()), "more is saved"
 
 

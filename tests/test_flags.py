@@ -11,17 +11,21 @@ from tests.harness import said, world
 HUGE = 10**15
 BAD = {  # {command: {arguments: what the line names}}
     "plan.py": {
-        "": "--params", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
+        "": "--size", "--params -7b": "--params", "--params 7q": "--params", "--params nan": "--params",
         "--params inf": "--params", "--size toy --layers 0": "--layers", "--size toy --heads 5": "--h",
         "--layers 2": "--heads --hidden --seq --vocab", "--params 1b --gpus 0": "--gpus 0: must be 1 or more",
-        "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b --recompute full": "--recompute", "7b": "7b",
-        "--size toy --cp 3": "--cp 3", "--params 1b --json /no/file": "/no/file", "--gpu x": "--gpu",
-        "--params 1b --shard 3": "--shard 3", "--params 1b --tflops 0": "--tflops 0", "--plot /": "--plot",
-        "--params 7b --experts 8": "--experts", "--top-k 0": "--top-k 0", "--size toy --accum .3": ".3",
+        "--params 1b --gpu-gb nan": "--gpu-gb", "--params 1b": "--size", "7b": "7b",
+        "--size toy --cp 3": "--cp 3", "--size toy --json /no/file": "/no/file", "--gpu x": "--gpu",
+        "--size toy --shard 3": "--shard 3", "--params 1b --tflops 0": "--tflops 0", "--json /": "--size",
+        "--size toy --top-k 3": "--top-k 3", "--top-k 0": "--top-k 0", "--size toy --accum .3": ".3",
         f"--size toy --gpus {HUGE}": "at most 10^6", f"--params 7b --gpus {10**6 + 1}": "--gpus",
         f"--size toy --micro-batch {HUGE}": "at most 10^6", f"--params {HUGE}b": "at most 10^15",
         "--size toy --gpu-gb inf": "--gpu-gb", "--size toy --experts 4 --top-k 5": "--top-k 5",
-        "--size toy --mixtures 9": "--mixtures 9",
+        "--size toy --experts 4 --mixtures 9": "--mixtures 9", "--params 7.5mb": "7.5mb", "--params 7bb": "b",
+        "--size gpt2 --params 175b": "--params 175000000000", "--size 7.5b --params 1b": "--params",
+        "--size toy --gpus-per-node 5": "--gpus-per-node 5", "--size toy --tflops 1e-300": "--tflops 1e-300",
+        "--size toy --hbm-gbps 1e-310": "--hbm-gbps", "--size toy --peak-tflops 100": "--peak-tflops 100.0",
+        "--size toy --experts 2 --expert-params 1m": "--expert-params 1000000", "--size toy --json /": "/",
     }, "tools/ledger.py": {
         "": "lesson", "no/such.py": "no/such.py", "README.md": "README.md: no such lesson",
         "tools/watch.py": "tools/watch.py: no such lesson", "--ranks x zero3.py": "--ranks",

@@ -1,16 +1,10 @@
 """The formulas of plan.py: what each strategy holds and sends, and what computation hides.
 
 Memory
-    P = L(12h^2 + 13h) + hv + sh + 2h parameters: L layers of width h, v tokens in the vocabulary, s in a
-    sequence; the head is the embedding.
-    bytes         mixed   fp32    ZeRO-1   ZeRO-2   ZeRO-3
-    parameters    2P      4P                        / N
-    gradients     2P      4P               / N      / N
-    optimizer     12P     8P      / N      / N      / N       two moments; in mixed also fp32 weights
-    HSDP's F ranks share a copy by ZeRO-3: / F (hsdp.py). DiLoCo holds 26P, in fp32 24P: outer weights and
-    momentum, gradients in fp32 (diloco.py). Muon (muon.py) holds one moment of each of 12Lh^2 parameters in
-    matrices: 4 less. Experts (expert_parallel.py) are shared by e ranks: D + MXU/e parameters in place of P;
-    with ZeRO-3 (expert_zero.py) everything is divided: (D + MXU)/N.
+    Parameters, gradients and optimizer states, units in flight among them, by the lessons' own docstrings:
+    ddp.py, zero1.py, zero2.py, zero3.py, hsdp.py, diloco.py, muon.py, expert_parallel.py, expert_zero.py,
+    offload.py. P = L(12h^2 + 13h) + hv + sh + 2h parameters: L layers of width h, v tokens in the vocabulary,
+    s in a sequence; the head is the embedding.
     Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
     with dropout's masks; with flash attention none keeps what selective does:
     none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
@@ -22,24 +16,14 @@ Memory
     --schedule zb-v (2401.10241, 6) up to p on each rank; its first rank has both ends. Idle between
     a rank's first action and its last (2401.10241, 5.3), if F = B = W and m microbatches:
     1f1b          (p-1)/(m + p-1)
-    zb-v          0 for 2p microbatches and more, else n/(6m + n) with n = 2p-1-m
+    zb-v          n/(6m + n) with n the most of 4p-1-3m, 2p-1-m and 0: nothing from 2p-1 microbatches on
 
-Communication
-    A rank's bytes per step on a ring, with w = 2 or 4 bytes a number and k microbatches (--accum):
-    DP, ZeRO-1    2wP(N-1)/N       an all-reduce, or its halves (arXiv 1910.02054, section 7)
-    ZeRO-2        (1+k)wP(N-1)/N   a reduce-scatter for each microbatch, an all-gather
-    ZeRO-3        3kwP(N-1)/N      two all-gathers and a reduce-scatter for each (FSDP, arXiv 2304.11277)
-    DiLoCo        8P(N-1)/(NH)     in the mean: fp32 weights, once in --inner-steps H (2311.08105)
-    HSDP          3kwP(F-1)/F      those within --shard F ranks (2304.11277, 3.2.2), and once in a step
-                  + 2w(P/F)(N-F)/N an all-reduce of shards, across hosts if F are the GPUs of one
+Communication (bytes of a rank per step, w = 2 or 4 a number)
+    By the same docstrings what data parallelism, experts and offload send; beside that
     tensor        8wbsh(t-1)/t     a layer and microbatch; 4 more with full, which runs forward again, 2 more
                                    with --sequence-parallel, which in backward gathers again what it split
     pipeline      wbsh             forward, and backward, over each boundary for each microbatch; zb-v twice
     context       2wbsh(3C-2)/C    a layer and microbatch of ring attention on --cp C ranks
-    experts       4wkbsh(e-1)/e    a layer with --experts on e ranks, --top-k k, and microbatch, in the mean;
-                                   + 8D(N-1)/N + 8(MXU/e)(N-e)/N in fp32: all-reduces of gradients,
-                                   with ZeRO-3 + 3kwD(N-1)/N + 3kw(MXU/e)(N-e)/N
-    offload       2wP/N            between a GPU and its host; with --params wP/N down, (2P - two units)w/N up
 """
 
 import math
@@ -104,7 +88,7 @@ survive            compute  Qkbs/N                  k microbatches of all member
 """
 
 Shape = namedtuple("Shape", "layers heads hidden seq vocab")
-BYTES = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}  # of a parameter, of its gradient, in the optimizer
+WIDTHS = {"mixed": 2, "fp32": 4}  # bytes of a parameter
 
 
 def parameters(layers, hidden, vocab, seq, tensor=1, first=True, last=True):
@@ -119,18 +103,6 @@ def parameters(layers, hidden, vocab, seq, tensor=1, first=True, last=True):
 
 def whole_model(shape):
     return parameters(shape.layers, shape.hidden, shape.vocab, shape.seq)
-
-
-def states(stage, params, ranks, precision="mixed", matrices=0):
-    """{name: bytes} of parameters, gradients and optimizer on a rank in ZeRO's stage 1 to 3 (0: DP).
-
-    matrices: how many of the parameters are Muon's (2502.16982), which has one moment of each.
-    """
-    sharded = ("optimizer", "gradients", "parameters")[:stage]
-    sizes = zip(("parameters", "gradients", "optimizer"), BYTES[precision])
-    held = {name: size * (-(-params // ranks) if name in sharded else params) for name, size in sizes}
-    held["optimizer"] -= 4 * (matrices // ranks if stage else matrices)
-    return held
 
 
 def layer_activations(
@@ -174,25 +146,14 @@ def activations(
     return in_flight * (shape.layers * kept + ends[0] * numbers) + max(whole - kept, ends[1] * head)
 
 
-def wire(stage, params, ranks, microbatches=1, width=2):
-    """Bytes that a rank of a ring sends per step in ZeRO's stage 0 to 3 (arXiv 1910.02054, section 7)."""
-    times = (2, 2, 1 + microbatches, 3 * microbatches)[stage]
-    return times * width * params * (ranks - 1) // ranks
+def exposed(stage, sent, gathered, microbatches, forward, backward):
+    """Bytes that computation does not hide of those sent in ZeRO's stage 0 to 3.
 
-
-def hybrid_wire(params, ranks, shard, microbatches=1, width=2):
-    """(bytes within the `shard` ranks that share a copy, bytes across copies) of a rank of HSDP per step."""
-    within = wire(3, params, shard, microbatches, width)
-    return within, wire(0, params // shard, ranks // shard, 1, width)  # an all-reduce of the shard
-
-
-def exposed(stage, params, ranks, microbatches, width, forward, backward):
-    """Bytes of wire() that computation does not hide, if a forward hides so many, a backward so many."""
+    A forward hides so many, a backward so many. gathered: bytes of an all-gather of all parameters."""
     gathers = (0, 1, 1, microbatches)[stage]
     backwards = (1, 1, microbatches, microbatches)[stage]
-    half = wire(1, params, ranks, 1, width) / 2
-    reduced = wire(stage, params, ranks, microbatches, width) - gathers * half
-    return gathers * max(0, half - forward) + max(0, reduced - backwards * backward)
+    late = max(0, sent - gathers * gathered - backwards * backward)
+    return gathers * max(0, gathered - forward) + late
 
 
 def most_ranks(size, flops, speed):
@@ -216,52 +177,52 @@ def context_wire(shape, batch, ranks, width=2, microbatches=1):
     return 2 * width * numbers * (3 * ranks - 2) * (ranks > 1)
 
 
-def mixture(dense, mixtures, mlp, width, experts, top_k):
-    """(all parameters, a token's) when experts replace some of a dense model's MLPs, of `mlp` parameters."""
-    routers = mixtures * experts * width
-    return [dense + routers + mixtures * mlp * (number - 1) for number in (experts, top_k)]
-
-
-def dispatch_wire(job, ranks, width=2, microbatches=1):
-    """Bytes that a rank sends per step in the mean, to the experts of plan.py's job, and back."""
-    rows = job.mixtures * microbatches * job.micro_batch * job.shape.seq * job.top_k
-    return 4 * width * rows * job.shape.hidden * (ranks - 1) // ranks
-
-
-def spread(job):
-    """How experts are spread over ranks, if they replace MLPs of plan.py's job, a model without experts.
-
-    (parameters of a rank's experts, of all else, that a token meets; ranks that share all experts)
-    """
-    hidden = job.shape.hidden
-    mlp = job.expert_params or 8 * hidden**2 + 5 * hidden
-    total, active = mixture(job.params, job.mixtures, mlp, hidden, job.experts, job.top_k)
-    ranks = math.gcd(job.experts, job.gpus)
-    all_experts = job.mixtures * mlp * job.experts
-    return all_experts // ranks, total - all_experts, active, ranks
-
-
-def offloaded(shape, ranks, with_params=False):
-    """Bytes of offload.py in bf16: weights and gradients on a device, all else on its host."""
-    model, block = whole_model(shape), parameters(1, shape.hidden, 0, 0, 1, False, False)
-    rest = model - shape.layers * block
-    on_device = rest + 2 * block if with_params else model
-    gradients = max(2 * rest, rest + 3 * block)
-    return 2 * (on_device + gradients), 20 * model // ranks
-
-
-def local_steps(params, ranks, inner_steps, precision="mixed"):
-    """({name: bytes} held, bytes sent per step in the mean) of diloco.py, which exchanges fp32 numbers."""
-    held = states(0, params, 1, precision) | {"gradients": 4 * params}
-    held["parameters"] += 4 * params  # outer weights
-    held["optimizer"] += 4 * params  # outer momentum
-    return held, wire(0, params, ranks, 1, 4) // inner_steps
-
-
 def idle(schedule, pipeline, microbatches):
-    """Share of the time from its first action to its last that the rank for which it is longest is idle, with
-    `pipeline` microbatches or more. With zb-v each waits p-1 turns more if the update waits for all ranks."""
+    """Share of the time from its first action to its last that the rank for which it is longest is idle.
+    With zb-v each waits p-1 turns more if the update waits for all ranks."""
     turns = 6 * (pipeline - 1)  # of F, B or W in half of a rank's layers
-    if schedule == "zb-v":
-        turns = max(2 * pipeline - 1 - microbatches, 0)
+    if schedule == "zb-v" and pipeline > 1:
+        turns = max(4 * pipeline - 1 - 3 * microbatches, 2 * pipeline - 1 - microbatches, 0)
     return turns / (6 * microbatches + turns)
+
+
+def near(job, apart=1):
+    """How many ranks that are so many GPUs apart share a node."""
+    return max(1, job.gpus_per_node // apart)
+
+
+def link(job, ranks, near, ring=True):
+    """("links inside" a node or "links between" nodes, bytes/ms) of a rank; so many of the ranks share it."""
+    if ranks <= near:
+        return "links inside", job.gbps * 1e6
+    return "links between", min(job.gbps, job.gbps_nodes * (near if ring else 1)) * 1e6
+
+
+def plain_letters(params, ranks, precision="mixed", microbatches=1):
+    """Values of the lessons' letters (tools/letters.py), with AdamW over NCCL, without units in flight."""
+    width = WIDTHS[precision]
+    letters = {"P": params, "N": ranks, "k": microbatches, "w": width, "m": 4, "c": 4 * (width == 2), "K": 8}
+    return letters | dict.fromkeys("UEfg", 0) | {"o": 4, "G": min(params, 2**24)}
+
+
+def letters_of_job(job, ranks, params, microbatches):
+    """plain_letters() and those of the units that are in flight, for plan.py's job."""
+    layers, _, hidden, _, vocab = job.shape
+    scale = job.params / whole_model(job.shape)
+    block, matrix = (scale * size for size in (parameters(1, hidden, 0, 0, 1, False, False), 4 * hidden**2))
+    letters = plain_letters(params, ranks, job.precision, microbatches)
+    letters |= {"G": min(params, max(hidden * vocab, matrix, 2**24)), "f": min(1, layers - 1)}
+    letters |= {"U": block, "E": job.params - layers * block, "F": job.shard}
+    return letters | {"H": 3 * layers * matrix, "X": max(3 * layers * matrix / ranks, matrix)}  # muon.py's
+
+
+def letters_of_experts(job, ranks, microbatches):
+    """Those of expert_parallel.py and expert_zero.py, and of experts that replace MLPs of plan.py's job."""
+    letters = letters_of_job(job, ranks, job.params, microbatches)
+    hidden = job.shape.hidden
+    mlp, block = job.expert_params or 8 * hidden**2 + 5 * hidden, letters["U"]
+    letters |= {"M": job.mixtures, "X": job.experts, "t": job.top_k, "e": math.gcd(job.experts, job.gpus)}
+    letters |= {"D": job.params + job.mixtures * (job.experts * hidden - mlp), "U": mlp}
+    letters |= {"V": block - mlp + job.experts * hidden, "W": block * (job.shape.layers > 1)}
+    letters["P"] = letters["D"] + letters["M"] * letters["t"] * mlp  # that a token meets
+    return letters | {"h": hidden, "b": job.micro_batch * ranks, "s": job.shape.seq}

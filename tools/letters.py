@@ -13,12 +13,14 @@ which hold D numbers each. H are diloco.py's steps from exchange to exchange; le
 tools/formulas.py, at TIME.
 """
 
+import functools
 import re
 import statistics
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
-import torch
-from formulas import TIME
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_formulas(lesson, config, of_time=False):
@@ -27,6 +29,8 @@ def read_formulas(lesson, config, of_time=False):
     A line may be `with --policy full`, or `without`."""
     text = lesson.__doc__ or ""
     if of_time:
+        from formulas import TIME  # from tools/, where whoever asks for it is
+
         text = "".join(re.findall(rf"^{lesson.__name__} +(.*\n)", TIME, re.M))
     formulas = {}
     for name, formula, more in re.findall(r"^(?:    )?([a-z-]+)  +(\S+(?: \S+)*)(.*)", text, re.M):
@@ -50,8 +54,24 @@ def evaluate(formula, letters):
     return eval(spelled(formula), {"max": max, "min": min}, letters)
 
 
+@functools.cache
+def documented(name):
+    """The formulas of a lesson's docstring, in Python, of offload.py those with --params. No lesson runs."""
+    lesson = SimpleNamespace(__doc__=(ROOT / f"{name}.py").read_text().split('"""')[1])
+    formulas = read_formulas(lesson, SimpleNamespace(params=True))
+    return {key: compile(spelled(formula), name, "eval") for key, formula in formulas.items()}
+
+
+def bytes_of(name, letters):
+    """{what a rank holds or sends: bytes}, by a lesson's docstring."""
+    known = letters | {"max": max, "min": min}
+    return {key: round(eval(formula, known)) for key, formula in documented(name).items()}
+
+
 def letters_of(lesson, config, ranks, backend):
     """{letter: its value}."""
+    import torch  # plan.py, which needs only bytes_of, starts without it
+
     with torch.device("meta"):
         model = lesson.GPT(config)
     sizes = [param.numel() for param in model.parameters()]
