@@ -28,13 +28,13 @@ BAD = {  # {command: {arguments: what the line names}}
         "--size toy --experts 2 --expert-params 1m": "--expert-params 1000000", "--size toy --json /": "/",
     }, "tools/ledger.py": {
         "": "lesson", "no/such.py": "no/such.py", "README.md": "README.md: no such lesson",
-        "tools/watch.py": "tools/watch.py: no such lesson", "--ranks x zero3.py": "--ranks",
+        "tools/watch.py": "tools/watch.py: is watched by", "--ranks x zero3.py": "--ranks",
         "--ranks 2 offload.py": "--ranks 2", "--ranks 2 resume.py": "--ranks 2",
         "--ranks -1 zero3.py": "--ranks -1", "--ranks 0 zero3.py": "--ranks 0",
         f"--ranks {HUGE} zero3.py": "--ranks", "--ranks 2 --rank 2 zero3.py": "--rank 2",
         "--ranks 2 --rank -1 zero3.py": "--rank -1", "--rank 7 zero3.py": "--rank 7",
         "--json /no/x.json zero3.py": "--json /no/x.json", "--machine tests zero3.py": "--machine tests",
-        "--trace LICENSE zero3.py": "--trace LICENSE", "--ranks 2 --trace x zero3.py": "--trace x",
+        "--trace LICENSE zero3.py": "--trace LICENSE", "--ranks 2 --trace x zero3.py": "--ranks 2: not with",
     }, "bench/bench.py": {
         "nope": "nope", "--rounds 0": "--rounds", "ddp --hosts 100": "--hosts", "ddp --rate 0bit": "--rate",
         "ddp --json /no/x.json": "--json /no/x.json", "ddp --batch x": "--batch", "ddp --also '": "--also",
