@@ -299,7 +299,7 @@ LOG = '        open(FOLDER + "/log", "a").write("saved ")\n'
 
 def check_slow_save(name):
     """Saving may take longer than three timeouts: the job waits for it, and nobody else saves."""
-    edits = {SAVE: f"{LOG}        time.sleep(1.5)\n{SAVE}"}
+    edits = {SAVE: f"{LOG}        time.sleep(1.5 + dist.get_rank())\n{SAVE}"}
     log = launched(name, "--workers 3 --steps 2", edits=edits, timeout=0.4)
     assert log == "saved ", f"saved: {log.count('saved')} times"
 

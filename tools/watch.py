@@ -173,12 +173,11 @@ class Watch(TorchDispatchMode):
         return args
 
     def begin_backward(self):
-        """Wait, at most 10 s, until no thread has what the lesson sent and let go of."""
-        for _ in range(10_000):
-            self.lent = [reference for reference in self.lent if reference() is not None]
-            if not self.lent:
-                break
+        """Wait until no thread has what the lesson sent and let go of; at most 0.1 s, as tools keep some."""
+        deadline = time.monotonic() + 0.1
+        while time.monotonic() < deadline and any(reference() is not None for reference in self.lent):
             time.sleep(0.001)
+        self.lent.clear()
         self.events.append(("backward", 0))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

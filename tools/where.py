@@ -24,20 +24,22 @@ def jobs_here():
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # another user's, or it has ended
             parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())[1]
-            if (
-                "python" in Path(os.readlink(folder / "exe")).name
-            ):  # not what only starts one: timeout, numactl
+            # Not what only starts a Python, such as timeout or numactl.
+            if "python" in Path(os.readlink(folder / "exe")).name:
                 ranks[folder.name] = parent, rank_of(folder)
+    # Where torchrun has started ranks, what has no LOCAL_RANK is none, but a pod's first process.
+    by_torchrun = any(rank[2] for _, rank in ranks.values())
     for pid, (parent, rank) in ranks.items():
-        if all(rank) and rank != ranks.get(parent, (None, None))[1]:  # else a rank's own child
-            number, _, size, *job = rank
+        number, size, local_rank, *job = rank
+        is_rank = number.isdigit() and size.isdigit() and (local_rank or not by_torchrun)
+        if is_rank and rank != ranks.get(parent, (None, None))[1]:  # else a rank's own child
             found[":".join(job)][int(number)] = int(pid), int(size)
     return found
 
 
 def rank_of(folder):
-    """[RANK, LOCAL_RANK, ...] of a process; "" for what it lacks. (A pod's first process has a RANK, too.)"""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    """[RANK, WORLD_SIZE, ...] of a process; "" for what it lacks."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
     environment = dict(word.split("=", 1) for word in words if "=" in word)
     return [environment.get(name, "") for name in names]
