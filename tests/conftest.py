@@ -24,9 +24,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    if not config.option.mutants:  # which xdist hands on to its workers
-        config.option.mutants = str(random.randrange(10**6)) if whole and not config.option.lesson else "all"
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit what is drawn here
+        whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+        whole = whole and not config.option.keyword and not config.option.lesson
+        drawn = str(random.randrange(10**6)) if whole else "all"
+        os.environ["MUTANTS"] = config.option.mutants or drawn
+    config.option.mutants = os.environ["MUTANTS"]
 
 
 def is_mutant(item):
