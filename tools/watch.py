@@ -142,7 +142,7 @@ class Watch(TorchDispatchMode):
                 optimizers += 1
                 for tensor in tensors_in(list(thing.state.values())):
                     self.note(tensor, "optimizer")
-        if not optimizers:
+        if self.leaves and not optimizers:  # a rank that only serves needs none
             self.unknown["optimizer that is not torch.optim's"] += 1
         for leaf in self.leaves:
             self.note(leaf, "parameters")
