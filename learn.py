@@ -1,12 +1,18 @@
 """Something to do: fill in, find the bug, predict, catch. Made from the lessons and from the tests' mutants.
 
-    python learn.py                 the path: what is done, what comes next, minutes each
+    python learn.py                 what comes next, on the shortest of three tracks that is not done
+    python learn.py path week       a track: evening, week or all; each exercise with what it needs first
+    python learn.py start           ten lines on rank, collective and NCCL, and five questions: ten minutes
     python learn.py fill zero1      writes exercises/zero1.py: the bodies of some functions are missing
     python learn.py check zero1     are they right? promises in order, up to the first that breaks
+    python learn.py hint zero1      three times: which tensor, and when; which call; the shape of the code
     python learn.py show zero1      the lesson's own lines for what is still missing
+    python learn.py compare zero1   after Done: your lines beside the lesson's, and what torch does there
     python learn.py bug 17          writes exercises/bug17.py: a line is wrong, and only the symptom is told
     python learn.py catch 5         writes exercises/catch5.py: an assertion that a lesson keeps, mutants not
-    python learn.py predict zero3   asks for the bytes held and sent; tools/ledger.py's measurement judges
+    python learn.py predict zero3   what grows, stays, falls, or breaks? Asked anew each time; a run judges
+    python learn.py notebook        writes exercises/evening.ipynb: the evening's track, a function a cell
+    python learn.py handout --seed 7 DIR    for a class (docs/teaching.md); grade DIR/* writes a table
 
 A file that exists is written again with --again alone. Progress: exercises/.progress.json.
 """
@@ -20,19 +26,20 @@ import re
 import sys
 import tempfile
 import textwrap
-import time
 import traceback
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
-import diverge
-import ledger
-from letters import spelled
-from promises import ROOT, SIZES, SYMPTOMS, find_mutants, plain_of, promises, run
-
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))  # whose files load torch, so each is imported where it is needed
+SYMPTOMS = ROOT / "docs" / "symptoms.json"
+NOTES = ROOT / "docs" / "exercises.md"  # hints and comparisons
 EXERCISES = ROOT / "exercises"
+TRACKS = {  # "all" is the third
+    "evening": "single ddp zero1 pipeline",
+    "week": """single single-clip collectives ddp ddp-buckets ddp-overlap zero1 zero1-gather zero2 zero3
+        tensor_parallel context_parallel pipeline pipeline-actions checkpointing""",
+}
 # name: a lesson, or a part of it | missing: bodies, or the line with this piece | minutes | hint
 PATH = """
 single                | / config.accum | 5 | a microbatch's loss: gradients add up, and a mean is wanted
@@ -160,6 +167,8 @@ def emptied(source, what, hint):
 
 def bugs():
     """[(lesson, source, symptom)] of the mutants of which something shows, in the path's order."""
+    from promises import find_mutants
+
     symptoms = json.loads(SYMPTOMS.read_text())
     order = [name for name, *_ in read_path()]
     found = []
@@ -249,20 +258,27 @@ def read_progress():
 
 
 def add_attempt(name, done):
-    """Note an attempt; the file is replaced as a whole. Returns how many there were."""
+    """Note an attempt. Returns how many there were."""
+    return add_to(name, "attempts", done)
+
+
+def add_to(name, what, done=False):
+    """Count an attempt or a hint; the file is replaced as a whole. Returns how many there were."""
     progress = read_progress()
     entry = progress.setdefault(name, {"attempts": 0, "done": False})
-    entry["attempts"] += 1
+    entry[what] = entry.get(what, 0) + 1
     entry["done"] |= done
     EXERCISES.mkdir(exist_ok=True)
     draft = EXERCISES / ".progress.new"
     draft.write_text(json.dumps(progress))
     draft.replace(EXERCISES / ".progress.json")
-    return entry["attempts"]
+    return entry[what]
 
 
 def check(name):
     """Say which promises an exercise's file keeps, up to the first that it breaks."""
+    from promises import promises
+
     lesson, before, _ = made(name)
     path = EXERCISES / f"{name}.py"
     if not path.exists():
@@ -289,6 +305,8 @@ def check(name):
 
 def hint(path, lesson, promise, attempts):
     """The phase in which a bug shows first, by tools/diverge.py; after three attempts its function, too."""
+    import diverge
+
     ranks = int(re.match(r"\d+|", promise)[0] or 2)
     first, _ = diverge.diverge(path, lesson, ranks, "--accum 3" * ("microbatches" in promise))
     if not first or "step" not in first:
@@ -301,6 +319,9 @@ def hint(path, lesson, promise, attempts):
 
 def catch_promises(path, _):
     """Yield, as promises() does, whether a check holds on a lesson, and fails on each of its mutants."""
+    import ledger
+    from promises import plain_of, run
+
     checker = ledger.load(path)
     lesson, mutants = hidden_mutants(int(Path(path).stem.removeprefix("catch")))
     _, source = lesson_of(lesson)
@@ -321,75 +342,153 @@ def catch_promises(path, _):
                 yield f"it fails on mutant {i}", None if caught else failed or "it holds there, too"
 
 
-def ask(question, letters):
-    """The value of an answer: a number, or a formula in these letters, such as wP(N-1)/N."""
-    while True:
-        answer = input(f"{question}: ")
-        if re.fullmatch(r"[\w.,+*/() -]{1,80}", answer) and "**" not in answer:
-            with suppress(SyntaxError, TypeError, NameError, ZeroDivisionError):
-                return ledger.evaluate(answer, letters)
-        say(f"  cannot read {answer!r}: a number of bytes, such as 560640, or a formula, such as 8P/N")
+# ---- where one stands ----
 
 
-def predict(lesson):
-    """Ask for bytes held and sent, at a shape that changes daily. What is measured is right, within 1 %."""
-    if lesson not in [name for name, *_ in read_path()]:
-        refuse(f"predict {lesson}: no such lesson")
-    dice = random.Random(f"{lesson} {time.strftime('%x')}")
-    size = dice.choice(SIZES.get(lesson, (2, 4)))
-    shape = f"--width {dice.choice((24, 48, 96))} --layers {dice.choice((2, 4, 6))}"
-    found = run(str(ROOT / f"{lesson}.py"), lesson, size, shape)
-    letters = found["letters"]
-    say(
-        f"How many bytes does {lesson}.py hold, and send in a step, with {shape}, on {size} rank(s)? In fp64."
-    )
-    say("A number, or a formula in " + " ".join(f"{key}={letters[key]:g}" for key in sorted(letters)))
-    right = True
-    for part, column in (("held", "measured"), ("sent", "wire")):
-        for name in sorted(found["formulas"].keys() & found[part].keys()):
-            formula = found["formulas"][name]
-            row = found[part][name]  # gradients may exceed the formula by a parameter's, just computed
-            answer = ask(f"{name}, {part}", letters)
-            close = any(abs(answer - row[key]) <= 0.01 * row[key] for key in (column, "formula"))
-            term = re.sub(r"\b[A-Za-z]\b", lambda match: f"{letters[match[0]]:g}", spelled(formula))
-            say("  right" if close else f"  no: {row[column]:.0f} were measured; {formula}\n  {term}")
-            right &= close
-    add_attempt(f"predict {lesson}", right)
+def read_notes():
+    """{exercise: (what it needs first, three hints, five lines to compare)}, of docs/exercises.md."""
+    notes = {}
+    for section in re.split(r"^## ", NOTES.read_text(), flags=re.M)[1:]:
+        name, needs, body = section.split("\n", 2)
+        needs = needs.removeprefix("after: ")
+        hints = re.findall(r"^\d\. (.*?)\n(?=\d\. |- )", body, re.M | re.S)
+        notes[name] = needs, hints, re.findall(r"^- (.*)", body, re.M)
+    return notes
 
 
-def list_path():
-    """Print the path."""
+def on_track(track):
+    """The exercises of a track."""
+    names = [name for name, *_ in read_path()]
+    return TRACKS[track].split() if track in TRACKS else names
+
+
+def is_done(name, progress):
+    return progress.get(name, {}).get("done", False)
+
+
+def next_on_path(progress):
+    """(the shortest track that is not done, its next exercise or None)."""
+    for track in (*TRACKS, "all"):
+        for name in on_track(track):
+            if not is_done(name, progress):
+                return track, name
+    return "all", None
+
+
+def list_path(track):
+    """Print a track, what comes next, and how far one is on each track."""
     progress = read_progress()
-    print("Exercises, from easy to hard: python learn.py fill NAME, then check NAME")
-    for name, _, minutes, hint in read_path():
-        done = progress.get(name, {}).get("done", False)
-        print(f"{'done' if done else '    '} {name:<22}{minutes:>3} min  {hint}"[:100])
+    current, upcoming = next_on_path(progress)
+    track = track or current
+    if track not in (*TRACKS, "all"):
+        refuse(f"path {track}: must be one of {', '.join(TRACKS)}, all")
+    notes = read_notes()
+    minutes = {name: int(minutes) for name, _, minutes, _ in read_path()}
+    print(f"The track '{track}'. Minutes are guesses, without reading.\n\n{'needs first':>43}")
+    for name in on_track(track):
+        state = "done" if is_done(name, progress) else "next" if name == upcoming else ""
+        print(f"{state:<5}{name:<24}{minutes[name]:>3} min{'':5}{notes[name][0]}")
+    print()
+    for each in (*TRACKS, "all"):
+        names = on_track(each)
+        done = sum(is_done(name, progress) for name in names)
+        print(f"{each:<8}{done:>3} of {len(names)} done, {sum(map(minutes.get, names))} min in all")
+    shown = sum(map(bool, json.loads(SYMPTOMS.read_text()).values()))
     found = sum(name.startswith("bug") and entry["done"] for name, entry in progress.items())
-    known = [lesson for lesson, _, _ in bugs()]
-    print(f"Bugs: {found} of {len(known)} found. python learn.py bug N, then check bugN. N from")
-    first = {lesson: known.index(lesson) + 1 for lesson in known}
-    say(", ".join(f"{number} {lesson}" for lesson, number in first.items()))
+    print(f"bugs   {found:>4} of {shown} found: python learn.py bug N")
+    if upcoming:
+        print(f"\nNext: python learn.py fill {upcoming}; then read exercises/{upcoming}.py from the top")
+    if not any(entry["done"] for entry in progress.values()):
+        print("New here? First ten minutes of questions: python learn.py start")
+
+
+def give_hint(name):
+    """Print the next of an exercise's three hints, and what has been given before."""
+    notes = read_notes()
+    if name not in notes:
+        refuse(f"hint {name}: no exercise of the path; a bug's hints come with check")
+    given = add_to(name, "hints")
+    _, hints, _ = notes[name]
+    for number, text in enumerate(hints[:given], 1):
+        words, _, code = text.partition("```python")
+        say(f"{number}. {words.strip()}")
+        print(textwrap.indent(code.strip("`\n"), "       "), end="\n" * bool(code))
+    if given >= len(hints):
+        print(f"That is all. The lesson's own lines: python learn.py show {name}")
+
+
+def compare(name):
+    """Print what the learner wrote, what the lesson has, and what there is to say of it."""
+    notes = read_notes()
+    if name not in notes or not is_done(name, read_progress()):
+        refuse(f"compare {name}: after python learn.py check {name} has said Done")
+    _, what, _, _ = next(row for row in read_path() if row[0] == name)
+    lesson, source = lesson_of(name)
+    own = (EXERCISES / f"{name}.py").read_text()
+    for title, text in (f"exercises/{name}.py", own), (f"{lesson}.py", source):
+        print(f"---- {title}\n{answer_in(text, what, source)}\n")
+    for line in notes[name][2]:
+        say(f"- {line}")
+
+
+def answer_in(text, what, source):
+    """The lines of a text that stand where the lesson's source has what an exercise leaves out."""
+    lines = text.splitlines()
+    bodies = bodies_of(text, what.split())
+    if bodies:
+        return "\n\n".join("\n".join(lines[first:last]) for first, last, _ in bodies)
+    kept = set(emptied(source, what, "").splitlines())
+    return "\n".join(line for line in lines if line not in kept)
+
+
+def predict(name, seed):
+    """Ask two questions on a lesson, or on one of those that are done."""
+    import foresee
+
+    done = [each for each in on_track("all") if is_done(each, read_progress())]
+    name = name or random.choice(done or ["ddp"])
+    if name not in on_track("all"):
+        refuse(f"predict {name}: no such lesson")
+    lesson, _ = lesson_of(name)
+    right = foresee.ask(lesson, random.Random(seed))
+    add_to(f"predict {lesson}", "attempts", right)
 
 
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.error = refuse
-    commands = ("path", "fill", "bug", "catch", "check", "show", "predict")
-    parser.add_argument("command", nargs="?", default="path", choices=commands)
-    parser.add_argument("name", nargs="?", default="")
+    ours = {"path": list_path, "check": check, "hint": give_hint, "show": show, "compare": compare}
+    others = ("fill", "bug", "catch", "start", "predict", "notebook", "handout", "grade")
+    parser.add_argument("command", nargs="?", default="path", choices=(*ours, *others))
+    parser.add_argument("names", nargs="*")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--seed", type=int)
     given = parser.parse_args()
-    name = Path(given.name).stem
+    name = Path(given.names[0]).stem if given.names else ""
     if given.command == "path":
-        list_path()
+        list_path(name)
+    elif given.command == "start":
+        import start
+
+        start.ask_all()
+    elif given.command == "predict":
+        predict(name, given.seed)
+    elif given.command == "notebook":
+        import notebook
+
+        notebook.write(on_track(name or "evening"), EXERCISES / f"{name or 'evening'}.ipynb")
     elif not name:
         refuse(f"{given.command}: needs a name or a number; python learn.py lists them")
+    elif given.command in ("handout", "grade"):
+        import handout
+
+        {"handout": handout.write, "grade": handout.grade}[given.command](given.names, given.seed)
     elif given.command == "fill":
         write(name, given.again)
     elif given.command in ("bug", "catch"):
         write(given.command + name.removeprefix(given.command), given.again)
     else:
-        {"check": check, "show": show, "predict": predict}[given.command](name)
+        ours[given.command](name)
 
 
 if __name__ == "__main__":
