@@ -463,7 +463,7 @@ def main():
     parser.add_argument("names", nargs="*")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--seed", type=int)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     name = Path(given.names[0]).stem if given.names else ""
     if given.command == "path":
         list_path(name)
@@ -474,9 +474,9 @@ def main():
     elif given.command == "predict":
         predict(name, given.seed)
     elif given.command == "notebook":
-        import notebook
+        import cells
 
-        notebook.write(on_track(name or "evening"), EXERCISES / f"{name or 'evening'}.ipynb")
+        cells.write(on_track(name or "evening"), EXERCISES / f"{name or 'evening'}.ipynb")
     elif not name:
         refuse(f"{given.command}: needs a name or a number; python learn.py lists them")
     elif given.command in ("handout", "grade"):

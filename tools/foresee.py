@@ -81,11 +81,11 @@ def ask_change(lesson, dice):
     print(f"{lesson}.py on {before[0]} rank(s), with {shape}.\nNow {words}.")
     print("What does that do to the bytes of a rank, in a step? + grows, - falls, = stays (within 3 %)")
     right = True
-    for name in sorted(rows[0].keys() & rows[1].keys()):
-        ratio = rows[1][name] / rows[0][name]
+    for name, number in sorted(rows[0].items()):
+        ratio = rows[1].get(name, 0) / number
         answer = "=" if abs(ratio - 1) < 0.03 else "+-"[ratio < 1]
         right &= twice(f"{name}? ", ANSWERS, answer)
-        print(f"  it {ANSWERS[answer]}: from {rows[0][name]:.0f} to {rows[1][name]:.0f}, {ratio:.2f} times")
+        print(f"  it {ANSWERS[answer]}: from {number:.0f} to {number * ratio:.0f}, {ratio:.2f} times")
     return right
 
 
