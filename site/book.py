@@ -357,7 +357,7 @@ def build(target):
     write("explore", "explore.html", "Explore")
     results = {path.stem: path.read_text() for path in sorted((ROOT / "docs/results").glob("*.md"))}
     texts = {"readme": README, "learn": exercises()}
-    pages_of_docs = ("use", "formulas", "trouble", "cluster", "one_gpu")
+    pages_of_docs = ("use", "formulas", "trouble", "cluster", "one_gpu", "teaching")
     texts |= {name: (ROOT / f"docs/{name}.md").read_text() for name in pages_of_docs}
     texts |= {f"results-{name}": text for name, text in results.items()}
     titles = {name: text.split("\n")[0].lstrip("# ") for name, text in texts.items()} | {"readme": "README"}

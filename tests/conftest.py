@@ -50,7 +50,7 @@ def concerns(item, lesson):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: not re.search("survive|learn|gpu", item.nodeid))  # long ones begin first
+    items.sort(key=lambda item: not re.search("survive|learn|handout|gpu", item.nodeid))  # long ones begin first
     if lesson := config.getoption("--lesson"):
         items[:] = [item for item in items if concerns(item, lesson)]
     if config.option.mutants != "all":

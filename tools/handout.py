@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 import learn  # noqa: E402
 
 LESSONS = [name for name, *_ in learn.read_path() if "-" not in name]
-FEW = 30  # tokens: shorter answers are alike by themselves
+FEW = 20  # tokens: shorter answers are alike by themselves
 PAUSE = 1800  # seconds without a check or hint are no work
 README = """# Exercises
 
