@@ -50,7 +50,8 @@ def concerns(item, lesson):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: not re.search("survive|learn|handout|gpu", item.nodeid))  # long ones begin first
+    long = "survive|learn|handout|gpu"
+    items.sort(key=lambda item: not re.search(long, item.nodeid))  # these begin first
     if lesson := config.getoption("--lesson"):
         items[:] = [item for item in items if concerns(item, lesson)]
     if config.option.mutants != "all":
