@@ -9,7 +9,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from promises import FLAGS, ROOT, SIZES, SYMPTOMS, find_mutants, promises, run
+from promises import FLAGS, ROOT, SIZES, find_mutants, promises, run
 
 CHANGES = {  # flags of the second run
     "the width is doubled": "--width 72",
@@ -28,7 +28,7 @@ KINDS = {  # {a kind of promise: what such a promise says}
     "it sends no more": r"bytes sent",
     "it holds no more": r"bytes held",
     "communication hides behind computation": r"hide",
-    "something else": r"",
+    "something else, or nothing": r"",
 }
 
 
@@ -96,12 +96,12 @@ def kind_of(promise):
 
 def draw_mutant(lesson, dice):
     """(old, new) of a mutant of which something shows, and that does not hang."""
-    symptoms = json.loads(SYMPTOMS.read_text())
+    seen = json.loads((ROOT / "docs/trouble.json").read_text())
     source = (ROOT / f"{lesson}.py").read_text()
     found = []
     for key, (name, old, new) in find_mutants().items():
-        shown = symptoms.get(key)
-        if name == lesson and source.count(old) == 1 and shown and "hangs" not in shown[-1]:
+        shown = seen.get(key, {}).values()
+        if name == lesson and source.count(old) == 1 and any(shown) and "hang" not in shown:
             found.append((old, new))
     return dice.choice(found) if found else None
 
@@ -120,7 +120,8 @@ def ask_mutant(lesson, dice):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{lesson}.py")
         path.write_text(broken)
-        first, how = next((promise, how) for promise, how in promises(str(path), lesson) if how)
+        broken = ((promise, how) for promise, how in promises(str(path), lesson) if how)
+        first, how = next(broken, ("nothing", "all promises are kept"))
     print("check asks in this order, of 1 rank first. What breaks first?")
     for number, kind in enumerate(KINDS, 1):
         print(f"  {number} {kind}")
