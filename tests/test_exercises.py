@@ -153,11 +153,12 @@ def test_hints_come_one_by_one_and_then_show(folder):
 def test_compare_shows_both_and_five_lines_after_done(folder, name):
     assert "has said Done" in said(lambda: learn.compare(name))[1][0]
     lesson, source = learn.lesson_of(name)
-    (folder / f"{name}.py").write_text(source.replace("self.", "self . "))
+    (folder / f"{name}.py").write_text(source.replace("self.", "self . ") + "# elsewhere\n")
     learn.add_attempt(name, True)
     out = said(lambda: learn.compare(name))[0]
     own, right = out.split(f"---- {lesson}.py\n")
     assert "self . " in own or name == "sequence_parallel", own
+    assert ("# elsewhere" in own) == (name == "ddp"), "what stands elsewhere is no part of a function"
     what = next(row[1] for row in learn.read_path() if row[0] == name)
     first, last, _ = learn.missing_in(source, what)[0]
     assert "\n".join(source.splitlines()[first:last]) in right
