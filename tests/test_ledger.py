@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
@@ -56,6 +57,8 @@ def check_watch(name):
         wide = weight.detach().double()  # a parameter, as a cast of one is
         freed.untyped_storage().resize_(0)
         del wide, received
+        watch.run_thread(threading.Thread())
+        assert torch._C._len_torch_dispatch_stack() == 1, "a thread that has ended is still watched"
     held, sent = watch.held(), watch.sent
     assert held["parameters"] == 4000 + 8000, "parameters and what they are cast to"
     assert held["optimizer"] == 8000 + 4, "two moments and a count"
@@ -239,6 +242,7 @@ MUTANTS = [
     ("watch", "max(most[kind], alive[where])", "alive[where]", check_watch, "cast to"),
     ("watch", '"other" if number < self.before', "None if number < self.before", check_watch, "activations"),
     ("watch", 'max(most["activations"], alive[None, None])', "0", check_watch, "activations"),
+    ("watch", "_pop_mode()", "pass", check_watch, "is still watched"),
     ("watch", "flop_registry.get(", "{}.get(", check_watch, "a product"),
     ("clock", "max(begin, ready.get(key, begin))", "ready.get(key, begin)", check_clock, "another time"),
     ("clock", "ends[::-1]", "ends", check_clock, "another time"),
