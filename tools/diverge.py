@@ -30,7 +30,7 @@ import ledger
 import torch
 from promises import FLAGS, ROOT, differ_in, plain_of, run
 from torch.optim import optimizer as optim
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from watch import tensors_in
 
 SMALL = ["--batch", "12"]
@@ -176,7 +176,10 @@ class Recorder(TorchDispatchMode):
     def watching(self, run):
         def run_watched(thread):
             _push_mode(self)
-            run(thread)
+            try:
+                run(thread)
+            finally:
+                _pop_mode()
 
         return run_watched
 
