@@ -96,7 +96,8 @@ def differs(found, right):
             own = found[part].get(name, {}).get(column, 0)
             if abs(own - row[column]) > 0.1 * row[column]:
                 return f"{part} {name}"
-    return "hidden" if found["hidden"] < right["hidden"] / 2 else ""
+    hidden = (sum(result["hidden"].values()) for result in (found, right))
+    return "hidden" if next(hidden) < next(hidden) / 2 else ""
 
 
 def error_of(text):
