@@ -446,7 +446,7 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
      """),
-    ("fusion", "about twice as many", """
+    ("fusion", "twice as many", """
         tile = scores(q, k)
         lse = tile.logsumexp(-1, keepdim=True)
         out = (tile - lse).exp().to(v) @ v
@@ -680,7 +680,8 @@ HONEST = [  # (exercise, answer)
         return tokens.sum(), most
      """),
     ("uneven-agree", """
-        n_tokens = torch.tensor(sum(targets.count_nonzero().item() for _, targets, _ in batches), device=device)
+        own = sum(targets.count_nonzero().item() for _, targets, _ in batches)
+        n_tokens = torch.tensor(own, device=device)
         most = torch.tensor(len(batches), device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         dist.all_reduce(n_tokens)
@@ -1124,7 +1125,8 @@ HONEST = [  # (exercise, answer)
         mine = dist.get_rank(self.group)
         sent, received = counts[mine].sum(1).tolist(), counts[:, mine].sum(1).tolist()
         rows = AllToAll.apply(rows, sent, received, self.group)
-        owner = torch.cat([torch.arange(len(self.experts)).repeat_interleave(each) for each in counts[:, mine]])
+        numbers = torch.arange(len(self.experts))
+        owner = torch.cat([numbers.repeat_interleave(each) for each in counts[:, mine]])
         order = owner.to(rows.device).argsort(stable=True)
         parts = rows[order].split(counts[:, mine].sum(0).tolist())
         outputs = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts)])
@@ -1213,11 +1215,9 @@ HONEST = [  # (exercise, answer)
         todo = self.later.popleft()
         while todo:
             weight, grad, x = todo.pop()
-            product = torch.mm(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
-            if weight.grad is None:
-                weight.grad = product
-            else:
-                weight.grad.add_(product)
+            columns, rows = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+            old = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.grad = torch.addmm(old, columns, rows)
      """),
     ("zero_bubble-schedule", """
         ahead = depth * (n_ranks - 1 - rank)
@@ -1441,6 +1441,27 @@ HONEST = [  # (exercise, answer)
                 return [worker for worker in known if worker in answers and worker not in dead]
             time.sleep(0.02)
      """),
+    (
+        "survive",
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.generation += 1
+        self.store.append(f"{self.generation}/answers", f"{self.worker} ")
+        ---
+        started = time.monotonic()
+        while True:
+            answers = [int(word) for word in self.store.get(f"{self.generation}/answers").split()]
+            living = []
+            for worker in dict.fromkeys([*self.members, *answers]):
+                if not self.store.check([f"dead/{worker}"]):
+                    living.append(worker)
+            late = time.monotonic() - started > 2 * self.timeout.total_seconds()
+            if late or all(worker in answers for worker in living if worker in self.members):
+                return [worker for worker in living if worker in answers]
+            time.sleep(0.01)
+     """,
+    ),
     ("survive-share", "microloss = mean_loss(model(inputs), targets) / config.batch * len(inputs)"),
     ("survive-share", "microloss = len(inputs) * mean_loss(model(inputs), targets) / config.batch"),
 ]  # fmt: skip
