@@ -28,6 +28,7 @@ EXERCISES = [name for name, *_ in learn.read_path()]
 @pytest.fixture
 def folder(tmp_path):
     learn.EXERCISES = tmp_path
+    learn.PROGRESS = tmp_path / "progress.json"
     return tmp_path
 
 

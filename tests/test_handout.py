@@ -191,6 +191,7 @@ def answer_of(name, function):
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_notebook_with_all_answers_is_done_and_with_stubs_is_not(answers, tmp_path, quick):
     learn.EXERCISES = cells.learn.EXERCISES = tmp_path
+    learn.PROGRESS = tmp_path / "progress.json"
     names = learn.on_track("evening")
     names = names if WHOLE else [random.choice(names)]
     said(lambda: cells.write(names, tmp_path / "evening.ipynb"))

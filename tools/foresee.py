@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from promises import FLAGS, ROOT, SIZES, find_mutants, promises, run
+from sources import find_bugs, original
 
 CHANGES = {  # flags of the second run
     "the width is doubled": "--width 72",
@@ -27,7 +28,8 @@ KINDS = {  # {a kind of promise: what such a promise says}
     "weights are right": r"weights",
     "it sends no more": r"bytes sent",
     "it holds no more": r"bytes held",
-    "communication hides behind computation": r"hide",
+    "it computes nothing twice": r"twice",
+    "communication hides behind computation": r"hides",
     "something else, or nothing": r"",
 }
 
@@ -75,7 +77,7 @@ def draw_change(lesson, dice):
 def ask_change(lesson, dice):
     """What grows, stays, falls? Returns whether all answers were right."""
     words, before, after = draw_change(lesson, dice)
-    path = str(ROOT / f"{lesson}.py")
+    path = original(lesson)
     rows = [measured(run(path, lesson, *each)) for each in (before, after)]
     shape = " ".join(FLAGS[: FLAGS.index("--device")])
     print(f"{lesson}.py on {before[0]} rank(s), with {shape}.\nNow {words}.")
@@ -97,11 +99,13 @@ def kind_of(promise):
 def draw_mutant(lesson, dice):
     """(old, new) of a mutant of which something shows, and that does not hang."""
     seen = json.loads((ROOT / "docs/trouble.json").read_text())
-    source = (ROOT / f"{lesson}.py").read_text()
+    source = Path(original(lesson)).read_text()
+    bugs = {old for _, old, *_ in find_bugs().values()}  # exercises of their own
     found = []
     for key, (name, old, new) in find_mutants().items():
         shown = seen.get(key, {}).values()
-        if name == lesson and source.count(old) == 1 and any(shown) and "hang" not in shown:
+        is_whole = name == lesson and source.count(old) == 1 and old not in bugs
+        if is_whole and any(shown) and "hang" not in shown:
             found.append((old, new))
     return dice.choice(found) if found else None
 
@@ -111,7 +115,7 @@ def ask_mutant(lesson, dice):
     mutant = draw_mutant(lesson, dice)
     if not mutant:
         return True
-    source = (ROOT / f"{lesson}.py").read_text()
+    source = Path(original(lesson)).read_text()
     broken = source.replace(*mutant)
     print(f"\nIn {lesson}.py:")
     for line in difflib.unified_diff(source.splitlines(), broken.splitlines(), n=2, lineterm=""):

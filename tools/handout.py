@@ -38,7 +38,7 @@ Needs Python 3.11, torch and numpy. Edit the files in work/, then:
     python check.py NAME       is it right?
     python check.py hint NAME  a hint, three times
 
-A file named bug is a whole lesson in which one line is wrong; in the others some lines are missing, where
+A file named bug is a whole lesson with a slip in it; in the others some lines are missing, where
 NotImplementedError is raised. log.jsonl notes when you check and ask for hints. Hand in this whole folder.
 """
 
@@ -48,7 +48,7 @@ NotImplementedError is raised. log.jsonl notes when you check and ask for hints.
 
 def exercise(lesson, text, task, hints=()):
     """A row of handout.json, with the text of its file and the lines that would give its answer away."""
-    lost = set((ROOT / f"{lesson}.py").read_text().splitlines()) - set(text.splitlines())
+    lost = set(learn.lesson_of(lesson)[1].splitlines()) - set(text.splitlines())
     lines = {line.split("  #")[0].strip() for line in lost}
     answer = {line for line in lines if len(line) >= 25 and not line.startswith("#")}
     return {"lesson": lesson, "task": task, "hints": list(hints), "text": text, "answer": answer}
@@ -69,9 +69,9 @@ def candidates(lessons):
             text = learn.emptied(source, what, hint)
             blanks.append((name, exercise(lesson, text, "fill in what is missing", notes[name][1])))
     bugs = []
-    for lesson, text, _ in learn.bugs():
+    for lesson, text, *_ in learn.bugs().values():
         if lesson in lessons:
-            bugs.append(("bug", exercise(lesson, text, "one line is wrong")))
+            bugs.append(("bug", exercise(lesson, text, "a slip is somewhere in it")))
     return blanks, bugs
 
 
@@ -96,7 +96,7 @@ def runs_of(lesson):
 
     def record(path, name, size=1, flags="", **options):
         found = run(path, name, size, flags, **options)
-        if Path(path).parent == ROOT:
+        if path != copy:
             plain = path == promises.plain_of(lesson)[0]
             left_out = {"ranks"} if plain else {"ranks", "weights"}
             known[Path(path).stem, size, flags] = {k: v for k, v in found.items() if k not in left_out}
@@ -105,7 +105,7 @@ def runs_of(lesson):
     promises.run = record
     try:
         with tempfile.TemporaryDirectory() as folder:
-            copy = shutil.copy(ROOT / f"{lesson}.py", folder)
+            copy = shutil.copy(promises.original(lesson), folder)
             broken = [each for each, problem in promises.promises(copy, lesson) if problem]
             assert not broken, f"{lesson}.py itself breaks: {broken[0]}"
     finally:
