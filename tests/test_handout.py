@@ -107,12 +107,14 @@ def test_no_file_of_a_handout_has_another_ones_answer(seed):
 
 def test_a_handout_checks_without_lessons(tmp_path, quick):
     folder = tmp_path / "given"
-    with mock.patch.object(handout, "draw", lambda *_: {"ddp": handout.candidates(["ddp"])[0][0][1]}):
-        said(lambda: handout.write([str(folder), "ddp"], 1))
+    lesson, answer = "single", "microloss = mean_loss(model(inputs), targets) / config.accum"
+    if WHOLE:
+        lesson, answer = "ddp", "self.flat_grad /= dist.get_world_size()"
+    with mock.patch.object(handout, "draw", lambda *_: {lesson: handout.candidates([lesson])[0][0][1]}):
+        said(lambda: handout.write([str(folder), lesson], 1))
     assert said(lambda: handout.write([str(folder)], 1))[2] == 2, "a handout is not overwritten"
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     assert not [name for name in names if any(word in name for word in FORBIDDEN)], names
-    answer = "self.flat_grad /= dist.get_world_size()"
     assert not [name for name in names if not name.endswith(".pt") and answer in (folder / name).read_text()]
 
     command = "import sys; sys.path.insert(0, 'tools'); import check, promises; "
@@ -125,16 +127,16 @@ def test_a_handout_checks_without_lessons(tmp_path, quick):
             [sys.executable, *start, *arguments], cwd=folder, capture_output=True, text=True
         )
 
-    first = run("check", "ddp")
+    first = run("check", lesson)
     assert first.returncode == 1 and "NotImplementedError" in first.stdout, first
-    assert [len(run("hint", "ddp").stdout.splitlines()) for _ in range(2)] == [1, 2]
-    shutil.copy(ROOT / "ddp.py", folder / "work/ddp.py")
-    done = run("check", "ddp")
+    assert [len(run("hint", lesson).stdout.splitlines()) for _ in range(2)] == [1, 2]
+    shutil.copy(ROOT / f"{lesson}.py", folder / "work")
+    done = run("check", lesson)
     assert done.returncode == 0 and done.stdout.endswith("Done\n"), done
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [entry["what"] for entry in log] == ["check", "hint", "hint", "check"]
     assert "it runs" in log[0]["promise"] and log[3]["promise"] == "" and log[0]["hash"] != log[3]["hash"]
-    assert "work/ddp.py" in run().stdout
+    assert f"work/{lesson}.py" in run().stdout
 
 
 def hand_in(folder, body, minutes):
@@ -153,7 +155,7 @@ def test_hand_ins_are_graded_each_where_it_belongs(tmp_path, quick):
     _, source = learn.lesson_of("pipeline")
     right = learn.answer_in(source, "one_f_one_b", source)
     dice = random.Random()
-    own, broken = (OWN, BROKEN) if WHOLE else (dice.sample(OWN, 2), [BROKEN[1], dice.choice(BROKEN)])
+    own, broken = (OWN, BROKEN) if WHOLE else (dice.sample(OWN, 1), [BROKEN[1], dice.choice(BROKEN)])
     hand_ins = {f"own{i}": body for i, body in enumerate(own)}
     hand_ins |= {f"copy{i}": body.replace("\n", "  # mine\n", 1) for i, body in enumerate(own)}
     hand_ins |= {f"lesson{i}": right for i in range(6 if WHOLE else 1)}
