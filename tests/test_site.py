@@ -67,7 +67,8 @@ def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
             assert found, f"{name}.html: {what} is not in line {number}"
         following = re.findall(r'rel="next" href="(\w+)', page)
         assert following == lessons[lessons.index(name) + 1 :][:1], f"{name}.html leads to {following}"
-        unsaid = [figure for figure, alt in re.findall(r'src="(.*?)\.svg" alt="(.*?)"', page) if len(alt) < 20]
+        figures = re.findall(r'src="(.*?)\.svg" alt="(.*?)"', page)
+        unsaid = [figure for figure, alt in figures if len(alt) < 20]
         assert not unsaid, f"{name}.html does not say what {unsaid} show"
     marked = re.findall(r'class="sends"></i>.*?(\w+)\(', (site / "zero2.html").read_text())
     calls = "broadcast all_reduce all_gather all_to_all_single reduce_scatter all_reduce"
@@ -214,7 +215,7 @@ def check_return_and_anchor(page, site):
     page.goto(f"{site.as_uri()}/ten.html")
     page.go_back()
     chosen = page.input_value("#schedule")
-    assert page.inner_text("#schedules .says").startswith(f"{chosen}: "), f"{chosen}, beside another's picture"
+    assert page.inner_text("#schedules .says").startswith(f"{chosen}: "), f"not a picture of {chosen}"
     for line in 100, 200:
         page.goto("about:blank")
         page.goto(f"{site.as_uri()}/zero3.html#L{line}")
