@@ -18,9 +18,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests run on the CPU, where there are
 
 def pytest_addoption(parser):
     parser.addoption("--lesson", choices=NAMES, help="only what concerns this lesson")
-    parser.addoption(
-        "--mutants", metavar="SEED|all", help="all, or the eighth that was drawn with this seed"
-    )
+    parser.addoption("--mutants", metavar="SEED|all", help="all, or the eighth that was drawn with this seed")
 
 
 def pytest_configure(config):
