@@ -41,7 +41,7 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
     ("dp_threads", "three devices' calls run, or come back, one after another", """
         return [thread.submit(function, *given).result() for thread, *given in zip(self.threads, *arguments)]
      """),
-    ("dp_threads-sum", "3 replicas: the gradient norm of step 1 is", """
+    ("dp_threads-sum", "3 ranks: losses and gradient norms", """
         params, *others = [list(replica.parameters()) for replica in replicas]
         for param, copied in zip(params, others[-1] if others else []):
             param.grad += send(copied.grad, param.device)
@@ -52,7 +52,7 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         return self.clocks[worker] <= min(self.clocks) + min(self.most_ahead, 2)
      """),
     ("ddp", "the gradient norm of step 1 is 2.000 times", "pass"),
-    ("ddp", "3 ranks: losses and gradient norms", "self.flat_grad /= 2"),
+    ("ddp", "the gradient norm of step 1 is 0.500 times", "self.flat_grad /= 2"),
     ("ddp-buckets", "7 buckets of parameters", "return [[param] for param in reversed(params)]"),
     ("ddp-buckets", "1 buckets of parameters", "return [list(reversed(params))]"),
     ("ddp-overlap", "matrix products while one travels", """
@@ -403,12 +403,6 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         ops = "F" * (2 * below + 1) + "fF" * rank + "fb" * (below + 1)
         ops += "FBfb" * (n_microbatches - n_ranks) + "Bb" * rank + "B" * (below + 1)
         return ops + "W" * (2 * n_microbatches)
-     """),
-    ("pipeline_v", "of the step, which should be", """
-        ops = "F" * (2 * (n_ranks - rank) - 1) + "fF" * rank
-        return ops + "fbW" * (n_ranks - rank) + "FfbWBW" * (n_microbatches - n_ranks) + "bWBW" * rank + (
-            "BW" * (n_ranks - rank)
-        )
      """),
     ("parallel_3d", "it runs", """
         lines = np.moveaxis(ranks, axis, 0).reshape(-1, ranks.shape[axis])

@@ -160,8 +160,7 @@ def test_the_first_table_is_that_of_a_whole_run():
 def test_there_are_as_many_exercises_as_README_says():
     out = printed("python learn.py path all")
     assert f"- **Do** {len(re.findall(' min  ', out))} exercises" in README
-    bugs = re.search(r"bugs +\d+ of (\d+) found", out)[1]
-    assert f" and {bugs} planted bugs" in README
+    assert int(re.search(r"bugs +\d+ of (\d+) found", out)[1]) > 60, "not more than sixty bugs"
 
 
 def test_the_measured_numbers_on_README_stand_in_the_results():

@@ -38,14 +38,26 @@ def hint(name, given):
 
 def check(name, given):
     """Print which promises work/NAME.py keeps. Returns whether it keeps all."""
-    from promises import promises
+    import promises
+    import torch
 
+    run = promises.run
+    known = torch.load(HERE / "runs.pt")
+
+    def run_or_known(path, lesson, size=1, flags="", **options):
+        """What run() says; of a lesson, which is not here, what it said when the handout was made."""
+        if Path(path).exists():
+            return run(path, lesson, size, flags, **options)
+        return known[Path(path).stem, size, flags]
+
+    promises.run = run_or_known
     problem = None
-    for promise, problem in promises(str(HERE / f"work/{name}.py"), given["lesson"]):
+    for promise, problem in promises.promises(str(HERE / f"work/{name}.py"), given["lesson"]):
         print(f"{'no: ' if problem else 'yes:'} {promise}")
         if problem:
             print(f"     {problem}")
             break
+    promises.run = run
     note(name, "check", promise if problem else "")
     print("Not yet" if problem else "Done")
     return not problem

@@ -142,7 +142,7 @@ def write(names, seed):
         shutil.copy(ROOT / f"tools/{tool}.py", folder / "tools")
     shutil.copy(ROOT / "tools/hand_in.py", folder / "check.py")
     shutil.copy(ROOT / "LICENSE", folder)
-    torch.save(known, folder / "tools" / promises.RUNS)
+    torch.save(known, folder / "runs.pt")
     for name, given in drawn.items():
         (folder / f"work/{name}.py").write_text(given.pop("text"))
         del given["answer"]

@@ -57,7 +57,6 @@ COLLECTIVES = (
 )
 COLLECTIVES = [*COLLECTIVES.split(), "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"]
 SECONDS = 40  # a run that takes longer hangs
-RUNS = "runs.pt"  # in a handout: {(lesson, ranks, flags): what its run did}, in place of the lessons
 
 
 TRAVELLING = {}  # {work: its kind}, on a rank
@@ -179,8 +178,6 @@ def run(path, lesson, size=1, flags="", watch=watched):
     """What a file did on so many ranks, with its weights; or {"error": why it did not}. Cached by path.
 
     watch(path, flags): what is seen on a rank, a dict. "ranks" has those of all, the rest is rank 0's."""
-    if not Path(path).exists():
-        return torch.load(Path(__file__).with_name(RUNS))[Path(path).stem, size, flags]
     flags = "--inner-steps 2 --fragments 2 --steps 5 " * (lesson == "diloco") + flags
     flags = "--how direct " * (lesson == "reshard") + flags
     if lesson in THREADS:
