@@ -224,7 +224,7 @@ def made(name):
         if name == exercise:
             lesson, source = lesson_of(name)
             named = what if what.replace(".", "").replace(" ", "").isidentifier() else "one line"
-            return lesson, emptied(source, what, hint), f"{minutes} minutes, {named}: {hint}."
+            return lesson, emptied(source, what, hint), f"{minutes} minutes (a guess), {named}: {hint}."
     kind, _, key = name.partition("-")
     if kind == "catch" and key.isdecimal() and 1 <= int(key) <= len(catches()):
         lesson, *texts, _ = catches()[int(key) - 1]
@@ -322,6 +322,9 @@ def check(name):
     changed = sum(line[0] in "+-" for line in diff)
     attempts = add_attempt(name, not problem)
     print(f"{'Not yet' if problem else 'Done'}: attempt {attempts}, {changed} lines taken or added.")
+    if name in on_track("all"):
+        then = f"hint {name}" if problem else f"compare {name}, then python learn.py"
+        print(f"Next: python learn.py {then}")
     if problem and name.startswith("bug") and attempts >= 2:
         say(hint(str(path), lesson, promise, attempts))
     if name.startswith("bug") and not problem:

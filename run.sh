@@ -98,7 +98,7 @@ test)
     set_up requirements-dev.txt "torch numpy pytest pytest-xdist matplotlib jinja2 markdown pygments playwright html5lib"
     lesson=${1:-} && lesson=${lesson%.py}
     if is_lesson "$lesson"; then set -- --lesson "$lesson" "${@:2}"; fi
-    if [ "$lesson" = learn ]; then set -- tests/test_learn.py "${@:2}"; fi
+    if [ "$lesson" = learn ]; then set -- tests/test_{learn,exercises,handout}.py "${@:2}"; fi
     OMP_NUM_THREADS=1 exec "$python" -m pytest -n auto --maxprocesses=8 --dist worksteal "$@" # auto: as many as cores
     ;;
 fuzz)
