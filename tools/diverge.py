@@ -33,7 +33,6 @@ from torch.optim import optimizer as optim
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from watch import tensors_in
 
-SMALL = ["--batch", "12"]
 # {collective: which of its arguments is sent}
 GIVEN = {"allreduce_": 0, "_allgather_base_": 1, "allgather_": 1, "_reduce_scatter_base_": 1, "send": 0}
 GIVEN |= {"reduce_scatter_": 1, "alltoall_base_": 1, "alltoall_": 1, "reduce_": 0}
@@ -210,7 +209,7 @@ def some_numbers(length):
 def record(path, flags):
     """On a rank: run a lesson's file; what it computed."""
     lesson = ledger.load(path)
-    config = lesson.parse([*FLAGS, *SMALL, *flags])
+    config = lesson.parse([*FLAGS, "--batch=12", *flags])
     recorder = Recorder(lesson)
     loader = "load_microbatches" if hasattr(lesson, "deal") else "microbatches"
     with ExitStack() as stack:
