@@ -67,7 +67,7 @@ zero3                 | Unit.unshard Unit.wait_for_unshard Unit.reshard | 30 | a
 zero3-prefetch        | ZeRO3._unshard | 10 | the next unit travels while this one computes
 zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is called when
 hsdp                  | Unit.start_all_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
-muon                  | newton_schulz | 20 | 3.4445 -4.7750 2.0315, five times; the smaller of two squares
+muon                  | newton_schulz | 20 | 3.4445 -4.7750 2.0315, 5 times; the smaller of two squares
 diloco                | DiLoCo.start_all_reduce DiLoCo.finish_all_reduce | 15 | a rank's move is a gradient
 offload               | Unit.finish_reduce_scatter Unit.update | 30 | sum by out=; copy, add; scale, step, round
 tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hides behind the weight's gradient
