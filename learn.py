@@ -59,7 +59,7 @@ ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends
 ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
 uneven                | sum_of_losses(model(inputs, positions), targets) / n_tokens | 5 | one division for all
 uneven-agree          | agree | 20 | two all-reduces; whoever has fewer microbatches adds empty ones
-zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | 1/N; it is divided
+zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | leave flat_grad zero
 zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N
 zero1-units           | find_units | 15 | a unit for each block; the rest is the root's
 zero2                 | Unit.collect Unit.finish_reduce_scatter | 25 | gradients live until they are sent
@@ -67,7 +67,7 @@ zero3                 | Unit.unshard Unit.wait_for_unshard Unit.reshard | 30 | a
 zero3-prefetch        | ZeRO3._unshard | 10 | the next unit travels while this one computes
 zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is called when
 hsdp                  | Unit.start_all_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
-muon                  | newton_schulz | 20 | 3.4445 -4.7750 2.0315, 5 times; the smaller of two squares
+muon                  | newton_schulz | 20 | smaller square; a, b, c = 3.4445, -4.7750, 2.0315
 diloco                | DiLoCo.start_all_reduce DiLoCo.finish_all_reduce | 15 | a rank's move is a gradient
 offload               | Unit.finish_reduce_scatter Unit.update | 30 | sum by out=; copy, add; scale, step, round
 tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hides behind the weight's gradient
