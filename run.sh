@@ -105,8 +105,8 @@ fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
     export OMP_NUM_THREADS=1 FUZZ="${2:-$RANDOM} ${3:-200}"
     say "Seed and runs: $FUZZ"
-    exec "$python" -m pytest -vv test_all.py tests/test_{survive,learn,plan,handout}.py \
-        -k "random or two_deaths or exercises or lazy or honest or test_handout"
+    parts="random or two_deaths or exercises or lazy or honest or test_handout"
+    exec "$python" -m pytest -vv test_all.py tests/test_{survive,learn,plan,handout}.py -k "$parts"
     ;;
 lint)
     set_up requirements-dev.txt "ruff"

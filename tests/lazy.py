@@ -427,6 +427,14 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         ---
         ...
      """),
+    ("zero_r", "while one travels", """
+        ...
+        ---
+        flat = torch.empty(self.world_size * len(shard), dtype=shard.dtype, device=self.device)
+        work = all_gather(flat, shard.to(self.device), group=self.group, async_op=True)
+        work.wait()
+        return flat[: shape.numel()].view(shape).requires_grad_(requires_grad), work
+     """),
     ("fusion", "300 tokens: the output is wrong", """
         out = torch.empty_like(q)
         lse = torch.empty_like(q[..., :1], dtype=wide(q))
