@@ -50,7 +50,9 @@ def exercise(lesson, text, task, hints=()):
     """A row of handout.json, with the text of its file and the lines that would give its answer away."""
     lost = set(learn.lesson_of(lesson)[1].splitlines()) - set(text.splitlines())
     lines = {line.split("  #")[0].strip() for line in lost}
-    answer = {line for line in lines if len(line) >= 25 and not line.startswith("#")}
+    lines = {line for line in lines if len(line) >= 25 and not line.startswith("#")}
+    texts = [learn.lesson_of(name)[1] for name in LESSONS]
+    answer = {line for line in lines if sum(line in each for each in texts) < len(texts) / 2}
     return {"lesson": lesson, "task": task, "hints": list(hints), "text": text, "answer": answer}
 
 
