@@ -136,6 +136,18 @@ def test_next_is_the_shortest_track_that_is_not_done():
     assert [name for name in order if name in week and name not in evening] == order[4 : len(week)]
 
 
+def test_a_course_has_the_exercises_that_there_are_and_adds_up_minutes():
+    minutes = {name: int(minutes) for name, _, minutes, _ in learn.read_path()}
+    rows = re.findall(r"^\| \d (.*) \|$", (ROOT / "docs/teaching.md").read_text(), re.M)
+    assert len(rows) == 6
+    for row in rows:
+        *cells, total = row.split(" | ")
+        assert sum(map(int, re.findall(r" (\d+)(?=[,;]| \||$)", " | ".join(cells), re.M))) == int(total), row
+        for name, number in re.findall(r"([\w-]+) (\d+)(?:, |$)", cells[2]):
+            assert minutes[name] == int(number), f"{name}: {number}"
+        assert set(re.findall(r"([\w-]+) \d+(?:, |$)", cells[2])), row
+
+
 # ---- one exercise ----
 
 
