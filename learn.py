@@ -69,7 +69,7 @@ zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is calle
 hsdp                  | Unit.start_all_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
 muon                  | newton_schulz | 20 | smaller square; a, b, c = 3.4445, -4.7750, 2.0315
 diloco                | DiLoCo.start_all_reduce DiLoCo.finish_all_reduce | 15 | a rank's move is a gradient
-offload               | Unit.finish_reduce_scatter Unit.update | 30 | sum by out=; copy, add; scale, step, round
+offload               | Unit.finish_reduce_scatter Unit.update | 30 | sum by out=, copy, add; scale, step
 tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hides behind the weight's gradient
 tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of a token
 sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and an all-gather
