@@ -49,7 +49,7 @@ Left out
     copy, swapped in when it is complete, would let them go on, but would take as much memory again.
     With --how units, sending what the next forward gathers anyway, which would save an all-gather.
     Overlap in a step; embeddings that servers split; buffers; what zero3.py and tensor_parallel.py leave out.
-    With --how direct, a frozen unit stays unsharded after its backward. Not noticed: models that differ.
+    With --how direct, a frozen unit stays unsharded after backward. Ranks with different models may hang.
 """
 
 import argparse
@@ -96,9 +96,9 @@ class Resharding:
         self.shards = [unit.held for unit in self.units if unit.held.requires_grad]  # for an optimizer
 
     def plan(self, unit):
-        """[(sender, receiver, runs)]: who sends whom which parts of a unit, counted from where the sender's part
-        begins. All ranks walk along this same list, so both ends of a message come to it in the same order,
-        and it needs no label."""
+        """[(sender, receiver, runs)]: who sends whom which runs, counted from the sender's first number. All
+        ranks walk along this same list, so both ends of a message come to it in the same order, and it needs
+        no label."""
         messages = []
         for server, (_, runs) in enumerate(unit.layouts):
             receiver = self.n_trainers + server
@@ -333,7 +333,7 @@ def train(config):
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         numbers = torch.zeros(3, dtype=torch.float64, device=device)
-        servers_loss, trainers_loss, grad_norm = numbers  # after the all-reduce, sums over these ranks
+        servers_loss, trainers_loss, grad_norm = numbers  # views; the all-reduce makes them sums over ranks
         own_loss = trainers_loss if resharding.is_trainer else servers_loss
         for inputs, targets in microbatches(config, text, step, device, *resharding.share):
             # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
