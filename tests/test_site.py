@@ -67,6 +67,8 @@ def test_a_page_has_its_lessons_words_code_and_numbers_as_they_are_now(site):
             assert found, f"{name}.html: {what} is not in line {number}"
         following = re.findall(r'rel="next" href="(\w+)', page)
         assert following == lessons[lessons.index(name) + 1 :][:1], f"{name}.html leads to {following}"
+        unsaid = [figure for figure, alt in re.findall(r'src="(.*?)\.svg" alt="(.*?)"', page) if len(alt) < 20]
+        assert not unsaid, f"{name}.html does not say what {unsaid} show"
     marked = re.findall(r'class="sends"></i>.*?(\w+)\(', (site / "zero2.html").read_text())
     calls = "broadcast all_reduce all_gather all_to_all_single reduce_scatter all_reduce"
     assert " ".join(marked) == calls, marked
