@@ -272,7 +272,7 @@ class Unit(nn.Module):
         if not self.resharding.is_trainer:
             return self.held.data  # a server computes with its slices
         flat = self.held.new_empty(self.size * self.resharding.n_trainers, dtype=self.dtype)
-        own = flat.split(self.size)[self.resharding.rank]
+        own = flat.data.split(self.size)[self.resharding.rank]
         own.copy_(self.held.data)
         all_gather(flat, own, group=self.resharding.trainers)
         return flat

@@ -208,7 +208,6 @@ four = partial(check_ledger, size=4, flags="--accum 3")
 parity = partial(check_parity, size=3)
 TRAINERS = "range(self.n_trainers):"
 WALK = "range(self.n_trainers)[:: 1 if self.is_trainer else -1]:"
-WALKED = "        for unit in self.units:\n            if self.how"
 ALL = "[self.model, *model.blocks]"
 NAMES = "in model.named_parameters() if"
 MUTANTS = [
@@ -219,8 +218,9 @@ MUTANTS = [
      "            grad_norm += resharding.clip_grad_norm_(config.clip)\n"
      "            optimizer.step()\n            optimizer.zero_grad()\n",
      check_served, "servers' loss of step 2"),
-    (WALKED, WALKED.replace("units:", "units[: len(self.units) - (self.rank == 0)]:"), check_walk,
-     "rank 1 walks"),
+    ("for unit in self.units:\n            if self.how",
+     "for unit in self.units[: len(self.units) - (self.rank == 0)]:\n            if self.how",
+     check_walk, "rank 1 walks"),
     (ALL, f"[unit for unit in {ALL} if next(unit.module.parameters()).requires_grad]", check_tied,
      "other weights"),
     ("is_trainer and trained.pop()", "is_trainer", check_tied, "weight on a"),
@@ -249,9 +249,10 @@ test_a_mutant_is_rejected = mutants(MUTANTS, "reshard")
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux, and root for py-spy")
 def test_where_names_the_rank_that_alone_leaves_out_a_unit(tmp_path):
     source = (ROOT / "reshard.py").read_text()
-    new = WALKED.replace("units:", "units[: len(self.units) - self.is_trainer]:")
-    assert source.count(WALKED) == 1
-    (tmp_path / "reshard.py").write_text(source.replace(WALKED, new))
+    old = "for unit in self.units:\n            if self.how"
+    new = old.replace("units:", "units[: len(self.units) - self.is_trainer]:")
+    assert source.count(old) == 1
+    (tmp_path / "reshard.py").write_text(source.replace(old, new))
     command = f"{tmp_path}/reshard.py --servers 2 --how direct --device cpu --data {ROOT / TEXT}".split()
     late = r"rank 2 .* waits in wait\(\), reshard.py:(?s:.*)most are at reshard.py:.*; not there: rank 0\n"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
