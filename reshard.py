@@ -96,9 +96,9 @@ class Resharding:
         self.shards = [unit.held for unit in self.units if unit.held.requires_grad]  # for an optimizer
 
     def plan(self, unit):
-        """[(sender, receiver, runs)]: who sends whom which runs, counted from the sender's first number. All
-        ranks walk along this same list, so both ends of a message come to it in the same order, and it needs
-        no label."""
+        """[(sender, receiver, runs)]: who sends whom which intervals, counted from the sender's first number.
+        All ranks walk along this same list, so both ends of a message come to it in the same order, and it
+        needs no label."""
         messages = []
         for server, (_, runs) in enumerate(unit.layouts):
             receiver = self.n_trainers + server
