@@ -71,7 +71,7 @@ zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is calle
 hsdp                  | Unit.start_all_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
 muon                  | newton_schulz | 20 | smaller square; a, b, c = 3.4445, -4.7750, 2.0315
 diloco                | DiLoCo.start_all_reduce DiLoCo.finish_all_reduce | 15 | a rank's move is a gradient
-offload               | Unit.finish_reduce_scatter Unit.update | 30 | sum by out=; copy, add; scale, step
+offload               | Unit.finish_reduce_scatter Unit.update | 30 | sum by out=, copy, add; scale, step
 tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hides behind the weight's gradient
 tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of a token
 sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and an all-gather
@@ -90,7 +90,7 @@ checkpointing         | Checkpoint.recompute | 20 | forward again, with the rand
 zero_r                | Partitioned.partition Partitioned.start_all_gather | 30 | 1/N of a block's input stays
 fusion                | FlashAttention.forward | 40 | tile by tile, with a running maximum and sum
 resume                | ShardedOptimizer.step | 25 | each rank updates its 1/N
-reshard               | intersections | 10 | of each run what lies between start and end, if anything does
+reshard               | intersections | 10 | what lies of each run in [low, high), counted from low
 reshard-walk          | Resharding.plan Resharding.deliver | 30 | all ranks come to all messages in one order
 survive               | Members.sign_up Members.propose | 30 | who is next: wait for all who are not dead
 survive-share         | len(inputs) / config.batch | 5 | a mean over few sequences counts less

@@ -468,16 +468,17 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         return norm
      """),
     ("reshard", "[6, 9) and", """
-        return [(max(start, first), min(end, last)) for first, last in runs if first <= end and start <= last]
+        parts = [(max(low, first), min(high, end)) for first, end in runs]
+        return [(first - low, end - low) for first, end in parts if first <= end]
      """),
     ("reshard-walk", "--how rank0", """
         messages = []
         for server, (_, runs) in enumerate(unit.layouts):
             for trainer in range(self.n_trainers):
-                start = trainer * unit.size
-                both = intersections(start, start + unit.size, runs)
-                messages.append((trainer, self.n_trainers + server, both))
-        return [message for message in messages if message[-1]]
+                both = intersections(trainer * unit.size, (trainer + 1) * unit.size, runs)
+                if both:
+                    messages.append((trainer, self.n_trainers + server, both))
+        return messages
         ---
         ...
      """),
@@ -1384,16 +1385,17 @@ HONEST = [  # (exercise, answer)
         return norm
      """),
     ("reshard", """
-        clipped = [(max(start, first), min(end, last)) for first, last in runs]
-        return [(low, high) for low, high in clipped if low < high]
+        found = []
+        for first, end in runs:
+            if end <= low or first >= high:
+                continue
+            found.append(((first if first > low else low) - low, (end if end < high else high) - low))
+        return found
      """),
     ("reshard", """
-        result = []
-        for low, high in runs:
-            if high <= start or low >= end:
-                continue
-            result.append((low if low > start else start, high if high < end else end))
-        return result
+        moved = [(first - low, end - low) for first, end in runs]
+        clipped = [(max(first, 0), min(end, high - low)) for first, end in moved]
+        return [(first, end) for first, end in clipped if end > first]
      """),
     ("reshard-walk", """
         found = []
@@ -1401,13 +1403,13 @@ HONEST = [  # (exercise, answer)
             runs = unit.layouts[server][1]
             to = self.n_trainers + server
             if self.how == "rank0":
-                found += [(0, to, runs)] if runs else []
+                found.append((0, to, runs))
             elif self.how == "units":
-                found += [(server % self.n_trainers, to, runs)] if runs else []
+                found.append((server % self.n_trainers, to, runs))
             else:
                 for trainer in range(self.n_trainers):
                     mine = intersections(trainer * unit.size, (trainer + 1) * unit.size, runs)
-                    found += [(trainer, to, mine)] if mine else []
+                    found += [(trainer, to, mine)] * bool(mine)
         return found
         ---
         ...
@@ -1416,10 +1418,12 @@ HONEST = [  # (exercise, answer)
         ...
         ---
         works, place = [], 0
-        for sender, receiver, runs in unit.plan:
-            size = sum(last - first for first, last in runs)
+        flat = unit.held if self.how == "direct" else unit.flat
+        for sender, receiver, runs in self.messages[unit]:
+            size = sum(end - first for first, end in runs)
             if sender == self.rank:
-                works.append(dist.P2POp(dist.isend, take(flat, runs, start).contiguous(), receiver))
+                message = torch.cat([flat[first:end] for first, end in runs]).to(unit.dtype)
+                works.append(dist.P2POp(dist.isend, message, receiver))
             if receiver == self.rank:
                 works.append(dist.P2POp(dist.irecv, unit.held.data.narrow(0, place, size), sender))
                 place += size

@@ -38,7 +38,7 @@ LESSONS = {  # tokens of the technique
     "checkpointing.py": 1555,
     "zero_r.py": 1640,
     "fusion.py": 1770,
-    "reshard.py": 2645,  # a trainer, a server, and what goes between them
+    "reshard.py": 2547,  # a trainer, a server, and what goes between them
     "resume.py": 1855,
     "survive.py": 2210,  # what may go wrong while something else does: slow steps and newcomers
 }

@@ -364,15 +364,12 @@ def check_tiles(lesson):
 
 
 def check_intersections(lesson):
+    """Runs are cut to an interval, and counted from where it begins."""
     runs = [(0, 4), (4, 6), (9, 12)]
-    for (start, end), right in {
-        (2, 5): [(2, 4), (4, 5)],
-        (6, 9): [],
-        (0, 20): runs,
-        (11, 12): [(11, 12)],
-    }.items():
-        found = [tuple(part) for part in lesson.intersections(start, end, runs)]
-        assert found == right, f"[{start}, {end}) and {runs}: {found}, which should be {right}"
+    cases = {(2, 5): [(0, 2), (2, 3)], (6, 9): [], (0, 20): runs, (11, 12): [(0, 1)]}
+    for (low, high), right in cases.items():
+        found = [tuple(part) for part in lesson.intersections(low, high, runs)]
+        assert found == right, f"[{low}, {high}) and {runs}: {found}, which should be {right}"
 
 
 POINTS = {  # {lesson: [(promise, ranks, check)]}
