@@ -4,17 +4,20 @@
     python learn.py fill zero1      writes exercises/zero1.py: the bodies of some functions are missing
     python learn.py check zero1     are they right? promises in order, up to the first that breaks
     python learn.py show zero1      the lesson's own lines for what is still missing
-    python learn.py bug 17          writes exercises/bug17.py: a line is wrong, and only the symptom is told
-    python learn.py catch 5         writes exercises/catch5.py: an assertion that a lesson keeps, mutants not
+    python learn.py bug             writes exercises/bug-NAME.py: a slip in a lesson of which you have done an
+                                    exercise, and only what shows is told; bug NAME: that one
+    python learn.py catch 5         writes exercises/catch-5.py: which is the cheapest run that shows a slip?
     python learn.py predict zero3   asks for the bytes held and sent; tools/ledger.py's measurement judges
 
-A file that exists is written again with --again alone. Progress: exercises/.progress.json.
+A file that exists is written again with --again alone, and its old text is kept in exercises/old. Progress
+is kept in your home folder, in .local/state/rankzero.json. Exercises are of the lessons as committed.
 """
 
 import argparse
 import ast
 import difflib
 import json
+import os
 import random
 import re
 import sys
@@ -23,16 +26,25 @@ import textwrap
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import diverge
 import ledger
+import sources
 from letters import spelled
-from promises import ROOT, SIZES, SYMPTOMS, find_mutants, plain_of, promises, run
+from promises import SIZES, SYMPTOMS, find_mutants, promises, run
+from sources import ROOT, find_bugs, original
 
+PROGRESS = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "rankzero.json")
 EXERCISES = ROOT / "exercises"
+COSTS = {
+    "1 rank": 1,
+    "2 ranks": 2,
+    "3 ranks": 3,
+    "3 microbatches": 6,
+    "bf16": 2,
+}  # of tools/trouble.py's runs
 # name: a lesson, or a part of it | missing: bodies, or the line with this piece | minutes | hint
 PATH = """
 single                | / config.accum | 5 | a microbatch's loss: gradients add up, and a mean is wanted
@@ -47,7 +59,7 @@ ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends
 ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
 uneven                | sum_of_losses(model(inputs, positions), targets) / n_tokens | 5 | one division for all
 uneven-agree          | agree | 20 | two all-reduces; whoever has fewer microbatches adds empty ones
-zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs 1/N of it
+zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | leave flat_grad zero
 zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N
 zero1-units           | find_units | 15 | a unit for each block; the rest is the root's
 zero2                 | Unit.collect Unit.finish_reduce_scatter | 25 | gradients live until they are sent
@@ -55,9 +67,9 @@ zero3                 | Unit.unshard Unit.wait_for_unshard Unit.reshard | 30 | a
 zero3-prefetch        | ZeRO3._unshard | 10 | the next unit travels while this one computes
 zero3-unit            | Unit | 60 | all of it: ZeRO3 shows which method is called when
 hsdp                  | Unit.start_all_reduce Unit.finish_all_reduce | 20 | replicas' sums hide in backward
-muon                  | newton_schulz | 20 | five steps, of the smaller of two squares
+muon                  | newton_schulz | 20 | smaller square; a, b, c = 3.4445, -4.7750, 2.0315
 diloco                | DiLoCo.start_all_reduce DiLoCo.finish_all_reduce | 15 | a rank's move is a gradient
-offload               | Unit.finish_reduce_scatter Unit.update | 30 | wait, sum, copy, add; scale, step, round
+offload               | Unit.finish_reduce_scatter Unit.update | 30 | sum by out=, copy, add; scale, step
 tensor_parallel       | ColumnParallelLinear.backward | 20 | the all-reduce hides behind the weight's gradient
 tensor_parallel-loss  | parallel_cross_entropy | 25 | no rank has all logits of a token
 sequence_parallel     | SumPartials | 20 | an all-reduce is a reduce-scatter and an all-gather
@@ -81,14 +93,23 @@ reshard-walk          | Resharding.plan Resharding.deliver | 30 | all ranks come
 survive               | Members.sign_up Members.propose | 30 | who is next: wait for all who are not dead
 survive-share         | len(inputs) / config.batch | 5 | a mean over few sequences counts less
 """
-CATCH = '''"""An assertion that {lesson}.py keeps, and that three hidden mutants of it break."""
+CATCH = '''"""{lesson}.py with a slip. In place of
+
+{old}
+a person wrote
+
+{new}
+Which is the cheapest run that shows it, and where? A run costs its ranks, times its microbatches."""
+
+RANKS = 4  # 1, 2, 3 or 4
+FLAGS = "--accum 3"  # or "", or "--dtype bf16"
 
 
-def check(run, plain):
-    """run(2, "--accum 3") is what 2 ranks did with these flags: {{"losses": [...], "grad_norms": [...],
-    "weights": {{...}}, "held": {{name: {{"formula", "measured"}}}}, "sent": {{name: {{"formula", "wire"}}}}}}
-    or {{"error": ...}}; plain("--accum 3") is the plain loop's. Held: up to 10 % above the formula."""
-    assert "error" not in run(1)
+def check(found, right):
+    """found, right: what such a run of the file with the slip did, and of the lesson: {{"losses": [...],
+    "grad_norms": [...], "weights": {{...}}, "held": {{name: {{"measured"}}}}, "sent": {{name: {{"wire"}}}}}}
+    or {{"error": ...}}. Assert something of one of these, that one which the slip changes."""
+    assert found["losses"] == right["losses"]
 '''
 
 
@@ -115,7 +136,7 @@ def read_path():
 def lesson_of(name):
     """The lesson of an exercise, and its source."""
     lesson = name.split("-")[0]
-    return lesson, (ROOT / f"{lesson}.py").read_text()
+    return lesson, Path(original(lesson)).read_text()
 
 
 # ---- what an exercise is made from ----
@@ -159,28 +180,38 @@ def emptied(source, what, hint):
 
 
 def bugs():
-    """[(lesson, source, symptom)] of the mutants of which something shows, in the path's order."""
+    """{name: (lesson, source, symptom, why, how one finds it)} of the bugs of which something shows."""
     symptoms = json.loads(SYMPTOMS.read_text())
-    order = [name for name, *_ in read_path()]
-    found = []
-    for key, (lesson, old, new) in find_mutants().items():
-        if symptoms.get(key):
+    found = {}
+    for name, (lesson, old, new, why, how) in find_bugs().items():
+        if symptoms.get(name):
             _, source = lesson_of(lesson)
-            text = re.sub(r" +$", "", source.replace(old, new), flags=re.M)  # else they tell the line
-            found.append((lesson, text, symptoms[key]))
-    return sorted(found, key=lambda bug: order.index(bug[0]))
+            found[name] = lesson, source.replace(old, new), symptoms[name], why, how
+    return found
 
 
-def hidden_mutants(number):
-    """(lesson, sources of three of its mutants); catches have numbers, in the order of lessons."""
-    sources = {}
-    for lesson, source, _ in bugs():
-        sources.setdefault(lesson, []).append(source)
-    enough = [lesson for lesson in sources if len(sources[lesson]) >= 3 and lesson != "single"]
-    if not 1 <= number <= len(enough):
-        refuse(f"catch {number}: must be from 1 to {len(enough)}")
-    lesson = enough[number - 1]
-    return lesson, random.Random(number).sample(sources[lesson], 3)
+def new_bug():
+    """The name of a bug that the learner has not had, of a lesson of which an exercise is done."""
+    progress = read_progress()
+    lessons = {name.split("-")[0] for name, entry in progress.items() if entry["done"]}
+    had = [*progress, *(path.stem for path in EXERCISES.glob("bug-*.py"))]
+    left = [name for name, (lesson, *_) in bugs().items() if lesson in lessons and f"bug-{name}" not in had]
+    if not left:
+        refuse("bug: no lesson is done of which a bug is left; python learn.py fill NAME comes first")
+    return random.choice(left)
+
+
+def catches():
+    """[(lesson, right text, wrong text, cost of the cheapest run that shows it)], of the tests' mutants."""
+    seen = json.loads((ROOT / "docs" / "trouble.json").read_text())
+    bugs = {old for _, old, *_ in find_bugs().values()}
+    found = []
+    for key, (lesson, old, new) in sorted(find_mutants().items()):
+        shown = [name for name, what in seen.get(key, {}).items() if what and what != "hang"]
+        is_slip = old not in bugs and not re.search(r"\bpass\b|True|False", new)
+        if is_slip and shown and len(shown) < len(seen[key]) and lesson != "survive":
+            found.append((lesson, old, new, min(map(COSTS.get, shown))))
+    return found
 
 
 def made(name):
@@ -190,36 +221,39 @@ def made(name):
             lesson, source = lesson_of(name)
             named = what if what.replace(".", "").replace(" ", "").isidentifier() else "one line"
             return lesson, emptied(source, what, hint), f"{minutes} minutes, {named}: {hint}."
-    kind, number = name[:3], name[3:]
-    if name.startswith("catch"):
-        kind, number = name[:5], name[5:]
-    if kind not in ("bug", "catch") or not number.isdecimal():
-        refuse(f"{name}: no such exercise; python learn.py shows them")
-    if kind == "catch":
-        lesson, _ = hidden_mutants(int(number))
+    kind, _, key = name.partition("-")
+    if kind == "catch" and key.isdecimal() and 1 <= int(key) <= len(catches()):
+        lesson, *texts, _ = catches()[int(key) - 1]
+        old, new = (textwrap.indent(text.strip("\n"), "    ") + "\n" for text in texts)
         return (
             lesson,
-            CATCH.format(lesson=lesson),
-            f"Write check(): {lesson}.py passes, three mutants fail.",
+            CATCH.format(lesson=lesson, old=old, new=new),
+            f"Which run shows a slip in {lesson}.py?",
         )
-    known = bugs()
-    if not 1 <= int(number) <= len(known):
-        refuse(f"bug {number}: must be from 1 to {len(known)}")
-    lesson, source, symptom = known[int(number) - 1]
-    return lesson, source, "\n".join([f"{lesson}.py, in which one line is wrong. What shows:", *symptom])
+    if kind != "bug" or key not in bugs():
+        refuse(f"{name}: no such exercise; python learn.py shows them, catch has 1 to {len(catches())}")
+    lesson, source, symptom, *_ = bugs()[key]
+    return lesson, source, "\n".join([f"{lesson}.py, with a slip. What shows:", *symptom])
 
 
 def write(name, again):
     """Write an exercise's file."""
-    _, text, words = made(name)
+    lesson, text, words = made(name)
     path = EXERCISES / f"{name}.py"
     if path.exists() and not again:
-        refuse(f"exercises/{name}.py: exists; --again writes it anew")
+        refuse(f"exercises/{name}.py: exists; --again writes it anew, and keeps a copy")
     EXERCISES.mkdir(exist_ok=True)
+    if path.exists():
+        old = EXERCISES / "old"
+        old.mkdir(exist_ok=True)
+        kept = path.rename(old / f"{name}-{len(list(old.glob(f'{name}-*')))}.py")
+        print(f"What you had is in {kept.relative_to(EXERCISES.parent)}")
     path.write_text(text)
     say(f"{words}\nEdit exercises/{name}.py, then: python learn.py check {name}")
     if not name.startswith("catch"):
-        run_it = f"python -m torch.distributed.run --nproc_per_node=2 exercises/{name}.py --steps 3"
+        alone = lesson in ("single", "dp_threads", "dp_async", "survive")  # start their own workers, if any
+        command = "python" if alone else "python -m torch.distributed.run --nproc_per_node=2"
+        run_it = f"{command} exercises/{name}.py --steps 3{' --train' * (lesson == 'collectives')}"
         say(f"To see what it prints, which check does not show: {run_it}")
 
 
@@ -241,11 +275,10 @@ def show(name):
 
 
 def read_progress():
-    path = EXERCISES / ".progress.json"
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError:
-        sys.exit(f"learn.py: {path} is damaged: mend or delete it")
+        return json.loads(PROGRESS.read_text()) if PROGRESS.exists() else {}
+    except (OSError, ValueError):
+        sys.exit(f"learn.py: {PROGRESS} cannot be read: mend or delete it")
 
 
 def add_attempt(name, done):
@@ -254,10 +287,10 @@ def add_attempt(name, done):
     entry = progress.setdefault(name, {"attempts": 0, "done": False})
     entry["attempts"] += 1
     entry["done"] |= done
-    EXERCISES.mkdir(exist_ok=True)
-    draft = EXERCISES / ".progress.new"
+    PROGRESS.parent.mkdir(parents=True, exist_ok=True)
+    draft = PROGRESS.with_suffix(".new")
     draft.write_text(json.dumps(progress))
-    draft.replace(EXERCISES / ".progress.json")
+    draft.replace(PROGRESS)
     return entry["attempts"]
 
 
@@ -274,16 +307,17 @@ def check(name):
         if problem:
             say(f"     {problem}")
             break
-    diff = difflib.ndiff(before.splitlines(), path.read_text().splitlines())
+    diff = difflib.ndiff(before.splitlines(), path.read_text(errors="replace").splitlines())
     changed = sum(line[0] in "+-" for line in diff)
     attempts = add_attempt(name, not problem)
     print(f"{'Not yet' if problem else 'Done'}: attempt {attempts}, {changed} lines taken or added.")
     if problem and name.startswith("bug") and attempts >= 2:
         say(hint(str(path), lesson, promise, attempts))
     if name.startswith("bug") and not problem:
-        _, source = lesson_of(lesson)
-        right = set(source.splitlines()) - set(before.splitlines())
-        print(f"In {lesson}.py:", *right or ["(a line more)"], sep="\n")
+        *_, why, how = bugs()[name.partition("-")[2]]
+        _, right, *_ = find_bugs()[name.partition("-")[2]]
+        print(f"In {lesson}.py:\n{textwrap.indent(right.strip(chr(10)), '    ')}")
+        say(f"{why} How one finds it: {how}")
     sys.exit(1 if problem else 0)
 
 
@@ -299,26 +333,45 @@ def hint(path, lesson, promise, attempts):
     )
 
 
+class OneOf(dict):
+    """What a run did, which notes what is asked of it."""
+
+    def __getitem__(self, key):
+        self.asked = {*getattr(self, "asked", ()), key}
+        return super().__getitem__(key)
+
+
 def catch_promises(path, _):
-    """Yield, as promises() does, whether a check holds on a lesson, and fails on each of its mutants."""
-    checker = ledger.load(path)
-    lesson, mutants = hidden_mutants(int(Path(path).stem.removeprefix("catch")))
+    """Yield, as promises() does, whether a learner's check shows a slip, and by the cheapest run."""
+    answer = ledger.load(path)
+    number = int(Path(path).stem.partition("-")[2])
+    lesson, old, new, least = catches()[number - 1]
     _, source = lesson_of(lesson)
+    cost = answer.RANKS * int(re.findall(r"--accum[ =](\d+)|$", answer.FLAGS)[0] or 1)
+    asked = set()
     with tempfile.TemporaryDirectory() as folder:
-        for i, text in enumerate([source, *mutants]):
-            file = Path(folder, f"{lesson}-{i}.py")
+        right = OneOf(run(original(lesson), lesson, answer.RANKS, answer.FLAGS))
+        for promise, text in (
+            (f"it holds on {lesson}.py", source),
+            ("it shows the slip", source.replace(old, new)),
+        ):
+            file = Path(folder, f"{lesson}-{len(asked)}.py")
             file.write_text(text)
+            found = OneOf(run(str(file), lesson, answer.RANKS, answer.FLAGS))
             failed = None
             try:
-                checker.check(partial(run, str(file), lesson), partial(run, *plain_of(lesson), 1))
+                answer.check(found, right)
             except Exception as error:
                 line = traceback.extract_tb(error.__traceback__)[-1]
                 failed = f"{type(error).__name__} {error} in line {line.lineno}: {line.line}"
-            if i == 0:
-                yield f"it holds on {lesson}.py", failed
+            asked |= getattr(found, "asked", set())
+            if text == source:
+                yield promise, failed
             else:
-                caught = failed and failed.startswith("AssertionError")
-                yield f"it fails on mutant {i}", None if caught else failed or "it holds there, too"
+                shown = "error" in found or (failed and failed.startswith("AssertionError"))
+                yield promise, None if shown else failed or "it holds there, too"
+    yield "it looks at one thing", f"at {', '.join(sorted(asked))}" if len(asked) > 1 else None
+    yield "no cheaper run shows it", f"it costs {cost}; one of {least} does" if cost > least else None
 
 
 def ask(question, letters):
@@ -365,13 +418,12 @@ def list_path():
         done = progress.get(name, {}).get("done", False)
         print(f"{'done' if done else '    '} {name:<22}{minutes:>3} min  {hint}"[:100])
     found = sum(name.startswith("bug") and entry["done"] for name, entry in progress.items())
-    known = [lesson for lesson, _, _ in bugs()]
-    print(f"Bugs: {found} of {len(known)} found. python learn.py bug N, then check bugN. N from")
-    first = {lesson: known.index(lesson) + 1 for lesson in known}
-    say(", ".join(f"{number} {lesson}" for lesson, number in first.items()))
+    print(f"Bugs: {found} of {len(bugs())} found. python learn.py bug, or bug NAME:")
+    say(" ".join(bugs()))
 
 
 def main():
+    sources.AS_COMMITTED = True
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.error = refuse
     commands = ("path", "fill", "bug", "catch", "check", "show", "predict")
@@ -382,12 +434,14 @@ def main():
     name = Path(given.name).stem
     if given.command == "path":
         list_path()
+    elif given.command == "bug" and not name:
+        write(f"bug-{new_bug()}", given.again)
     elif not name:
         refuse(f"{given.command}: needs a name or a number; python learn.py lists them")
     elif given.command == "fill":
         write(name, given.again)
     elif given.command in ("bug", "catch"):
-        write(given.command + name.removeprefix(given.command), given.again)
+        write(f"{given.command}-{name.removeprefix(f'{given.command}-')}", given.again)
     else:
         {"check": check, "show": show, "predict": predict}[given.command](name)
 

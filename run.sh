@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh                 run every lesson on real text and compare each with single.py: a line each, more in runs/
 # ./run.sh ddp ...         only these
-# ./run.sh test [LESSON]   the tests, or those of a lesson (what else follows goes to pytest)
+# ./run.sh test [LESSON]   the tests, or those of a lesson, or of learn.py: learn (what else follows goes to pytest)
 # ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; all that the tests take samples of
 # ./run.sh lint            ruff, and each file beside its budget
 # ./run.sh site            the lessons as pages, in docs/site
@@ -98,13 +98,15 @@ test)
     set_up requirements-dev.txt "torch numpy pytest pytest-xdist matplotlib jinja2 markdown pygments playwright html5lib"
     lesson=${1:-} && lesson=${lesson%.py}
     if is_lesson "$lesson"; then set -- --lesson "$lesson" "${@:2}"; fi
+    if [ "$lesson" = learn ]; then set -- tests/test_learn.py "${@:2}"; fi
     OMP_NUM_THREADS=1 exec "$python" -m pytest -n auto --maxprocesses=8 --dist worksteal "$@" # auto: as many as cores
     ;;
 fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
     export OMP_NUM_THREADS=1 FUZZ="${2:-$RANDOM} ${3:-200}"
     say "Seed and runs: $FUZZ"
-    exec "$python" -m pytest -vv test_all.py tests/test_{survive,learn,plan}.py -k "random or two_deaths or exercises"
+    parts="random or two_deaths or exercises or lazy or honest"
+    exec "$python" -m pytest -vv test_all.py tests/test_{survive,learn,plan}.py -k "$parts"
     ;;
 lint)
     set_up requirements-dev.txt "ruff"

@@ -68,6 +68,8 @@ class Pauses(ast.NodeTransformer):
             return parsed(f"[(yield ('{ask}', {ast.unparse(node.args[0])})), {call}][1]")
         if method == "get" and first == "key":
             return parsed(f"[key in {store} or (yield ('wait', [key])), {call}][1]")
+        if not store.endswith("store"):
+            return node  # a list's append
         if method in ("append", "compare_set") or (method == "set" and re.match("key|f'has", first)):
             return parsed(f"[{store}.knows({arguments}) or (yield ('go',)), {call}][1]")
         return node

@@ -96,7 +96,8 @@ def differs(found, right):
             own = found[part].get(name, {}).get(column, 0)
             if abs(own - row[column]) > 0.1 * row[column]:
                 return f"{part} {name}"
-    return "hidden" if found["hidden"] < right["hidden"] / 2 else ""
+    own, other = (sum(result["hidden"].values()) for result in (found, right))
+    return "hidden" if own < other / 2 else ""
 
 
 def error_of(text):
@@ -151,23 +152,20 @@ def phase_of(where, symptom):
 def tables(known):
     """The tables of docs/trouble.md: for each symptom the lessons, in reading order."""
     rows = defaultdict(lambda: defaultdict(list))
-    said = json.loads(SAID.read_text())
     mutants = {key: value for key, value in find_mutants().items() if key in known}
     for key, (lesson, old, new) in mutants.items():
         shown = [what for what in known[key].values() if what]
         if shown:
-            line = (ROOT / f"{lesson}.py").read_text().partition(old)[0].count("\n") + 1
+            source = (ROOT / f"{lesson}.py").read_text()
+            function = function_at(source, source.partition(old)[0].count("\n") + 1) or "the toy model"
             symptom = next(name for name in SYMPTOMS if shown[0].startswith(name))
-            link = f"[line {line}](../{lesson}.py#L{line})"
-            if said.get(key):
-                link += f" ({', '.join(filter(None, said[key]))})"
-            rows[symptom][lesson, where(known[key]), cause_of(old, new)].append(link)
+            rows[symptom][lesson, where(known[key]), cause_of(old, new)].append(f"`{function}`")
     count = sum(len(links) for section in rows.values() for links in section.values())
     yield f"Of {len(mutants)} mutants that ran {count} show in these runs, the others in a test of their own."
     lessons = re.search(r"LESSONS=\((.*?)\)", (ROOT / "run.sh").read_text(), re.S)[1].split()
     for symptom in filter(rows.get, SYMPTOMS):
         yield f"\n### {SYMPTOMS[symptom]}\n\n{HINTS[symptom]}\n"
-        yield "| lesson | where | what it was | look here |\n|---|---|---|---|"
+        yield "| lesson | where | what it was | in |\n|---|---|---|---|"
         for (lesson, place, cause), links in sorted(
             rows[symptom].items(), key=lambda row: lessons.index(row[0][0])
         ):
@@ -222,4 +220,4 @@ if __name__ == "__main__":
     if parser.parse_args().proof:
         proof()
     else:
-        PAGE.write_text(page(observe_new(SEEN, observe)))
+        PAGE.write_text(page(observe_new(SEEN, observe, find_mutants())))
