@@ -172,7 +172,7 @@ def load_microbatches(config, documents, step, device, rank, world_size):
     return batches
 
 
-# DDP, Bucket and fill_buckets are ddp.py's, but finish_all_reduce() does not divide by the number of ranks.
+# DDP, Bucket and fill_buckets are ddp.py's, but collect() does not divide by the number of ranks.
 
 
 class DDP(nn.Module):
@@ -189,7 +189,7 @@ class DDP(nn.Module):
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self.params = [param for _, param in module.named_parameters() if param.requires_grad]
+        self.params = [param for param in module.parameters() if param.requires_grad]
         if not self.params or any(param._post_accumulate_grad_hooks for param in self.params):
             raise ValueError("all parameters are frozen, or one is wrapped already: build the module anew")
         self.buckets = [Bucket(params) for params in fill_buckets(self.params, bucket_cap_mb)]
@@ -226,8 +226,7 @@ class DDP(nn.Module):
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         grads = [param.grad for param in self.params if param.grad is not None]
-        squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
-        norm = squares.sqrt()
+        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
@@ -249,15 +248,14 @@ class Bucket:
     def __init__(self, params):
         self.params = params
         self.pending = set(params)  # those that the last backward has not reached yet
-        self.flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
+        self.flat_grad = params[0].new_zeros(sum(map(torch.numel, params)))
         self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
 
     def collect(self, param):
         """Move a gradient into flat_grad. Later backwards of the step add to it there."""
         view = self.grad_views[param]
-        if param.grad is not view:  # zero_grad() has set it to None, so that autograd has made a new tensor
-            view.copy_(param.grad.to_dense())
-            param.grad = view
+        view.copy_(param.grad.to_dense())  # nothing if .grad is view already, not set to None by zero_grad()
+        param.grad = view
 
     def start_all_reduce(self):
         self.work = dist.all_reduce(self.flat_grad, async_op=True)

@@ -31,7 +31,7 @@ from collections import namedtuple
 
 # What a step of each lesson takes; docs/results/time.md explains it, tools/clock.py computes it. Of a rank:
 # `compute` FLOPs; `exposed` bytes, those that no computation hides (without such a row: all that are sent);
-# `idle`, as a part of the time that `compute` takes. With the letters of tools/letters.py, and
+# `idle`, as a part of the time that `compute` takes; `touched` bytes that the technique reads and writes. With the letters of tools/letters.py, and
 # Q FLOPs of a token, 6P+12Lhs, a third of them in forward (PaLM, arXiv 2204.02311, appendix B); n (N-1)/N;
 # A bytes that travel in a message's latency; Y those in the whole model's forward of a microbatch; B bytes of
 # ddp.py's last bucket; M FLOPs of a rank's documents in the mean, D those of the rank that has most.
@@ -41,6 +41,7 @@ collectives        compute  Qkbs
 dp_threads         compute  Qkbs                    of a replica, beside the others
 dp_async           compute  Qkbs                    of a worker, beside the others
 ddp                compute  Qkbs
+ddp                touched  5wP+4cP                 divide 2w, norm w, clip 2w; MasterWeights
 ddp                exposed  4(N-1)A+max(2nB,2nwP-2Y)    the last bucket, or what backward is too short to hide
 uneven             compute  M                       without padding, and half of attention's scores
 uneven             exposed  4(N-1)A+max(2nB,2nwP-2Y)    as in ddp.py, if the microbatches are full
