@@ -75,7 +75,7 @@ class DDP(nn.Module):
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self.params = [param for param in module.parameters() if param.requires_grad]
+        self.params = [param for _, param in module.named_parameters() if param.requires_grad]
         if not self.params or any(param._post_accumulate_grad_hooks for param in self.params):
             raise ValueError("all parameters are frozen, or one is wrapped already: build the module anew")
         self.buckets = [Bucket(params) for params in fill_buckets(self.params, bucket_cap_mb)]

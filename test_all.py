@@ -258,7 +258,7 @@ def slack(name, weights, size, flags):
 
 
 def check_ledger(name, size=4, flags="--accum 3", job=f"{TINY} --steps 2 --batch 36"):
-    """Bytes held and sent are the formulas of the docstring."""
+    """Bytes held and sent are the formulas of the docstring, and bytes touched those of tools/formulas.py."""
     result, weights = train(name, size, f"{job} {flags}", watched=True)
     slack_of, otherwise = slack(Path(name).stem, weights, size, flags)
     width = 8 if "fp64" in job + flags else 4
@@ -277,6 +277,9 @@ def check_ledger(name, size=4, flags="--accum 3", job=f"{TINY} --steps 2 --batch
         more = row["wire"] - row["formula"]
         most = 0 if of_threads else 3 * width * otherwise[0]
         assert abs(more) <= most, f"{part}: sent {more:+.0f} bytes from the formula"
+    for row in result["touched"].values():
+        more = row["measured"] - row["formula"]
+        assert abs(more) < 64 * len(weights), f"touched: {more:+.0f} bytes from the formula"
 
 
 @cells((2, "--dtype bf16"), (2, "--accum 3 --optim sgd"))

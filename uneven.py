@@ -189,7 +189,7 @@ class DDP(nn.Module):
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self.params = [param for param in module.parameters() if param.requires_grad]
+        self.params = [param for _, param in module.named_parameters() if param.requires_grad]
         if not self.params or any(param._post_accumulate_grad_hooks for param in self.params):
             raise ValueError("all parameters are frozen, or one is wrapped already: build the module anew")
         self.buckets = [Bucket(params) for params in fill_buckets(self.params, bucket_cap_mb)]
@@ -254,7 +254,8 @@ class Bucket:
     def collect(self, param):
         """Move a gradient into flat_grad. Later backwards of the step add to it there."""
         view = self.grad_views[param]
-        view.copy_(param.grad.to_dense())  # nothing if .grad is view already, not set to None by zero_grad()
+        grad = param.grad.to_dense()
+        view.copy_(grad)  # nothing is copied if view is .grad already: zero_grad() has not been called
         param.grad = view
 
     def start_all_reduce(self):

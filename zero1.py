@@ -15,8 +15,8 @@ Timeline (of two units)
 
 Memory (bytes on each of N ranks; P parameters, U in a block)
     parameters    wP + cP/N               w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
-    gradients     wP + gwU + cP/N         g = 1 over gloo, for a receive buffer of a unit, else 0
-    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD (in fp64 w = 8, K = 16)
+    gradients     wP + mP/N + 2gwU        m = 4; g = 1 over gloo, for receive buffers of two units, else 0
+    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
 
 Sent (bytes, by each rank in each step)
     reduce-scatter    wP(N-1)/N           in a ring; in the last microbatch only
@@ -34,7 +34,7 @@ Left out
     GradScaler, which look at 1/N of the gradients; an update before a step's last backward. What else fails,
     and how: docs/use.md.
     A submodule that is called alone after an update has old weights. zero_grad(set_to_none=False) between the
-    backwards of a step keeps the gradients of other ranks' shards.
+    backwards of a step keeps the gradients, which are not in the shards yet.
 """
 
 import argparse
@@ -124,15 +124,15 @@ class ZeRO1(nn.Module):
             self._post_backward(unit)
 
     def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
-        # at a time, so that one receive buffer is enough.
+        # A unit has all its gradients. They travel while backward computes those of the next units. Two units
+        # at a time: of one, backward would often have to wait for it; of all, receive buffers would pile up.
         if self.is_last_backward:
             if self.reducing[1:]:
                 self.reducing.pop(0).finish_reduce_scatter()
             unit.start_reduce_scatter()
             self.reducing.append(unit)
         elif unit.shard.grad is None:
-            unit.shard.grad = torch.zeros_like(unit.shard)  # so that a zero_grad() after this shows
+            unit.shard.grad = torch.zeros_like(unit.shard)  # so that a zero_grad() shows, see collect()
 
     def _end_backward(self):
         self._check()

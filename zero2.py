@@ -79,7 +79,7 @@ class ZeRO2(nn.Module):
         self.accumulating = False  # between the backwards of a step: there are no new weights then
         self.has_optimizer = False  # until somebody asks for parameters()
         self.waiting = set()  # during backward: the parameters that do not have their gradient yet
-        self.reducing = []  # the units whose gradients are travelling
+        self.reducing = []  # the unit whose gradients are travelling
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
@@ -124,7 +124,7 @@ class ZeRO2(nn.Module):
     def _post_backward(self, unit):
         # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
         # at a time, so that one receive buffer is enough.
-        if self.reducing[1:]:
+        if self.reducing:
             self.reducing.pop(0).finish_reduce_scatter()
         unit.start_reduce_scatter()
         self.reducing.append(unit)

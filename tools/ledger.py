@@ -19,8 +19,8 @@ and "up" are copies by the threads "host" and "upload", between a device and its
 these make.
 
 touched: bytes that the technique's operators read and write, on the rank with most: all but the toy model's,
-autograd's own and those in an optimizer's step(). --lines lists them by line of the lesson. tools/watch.py says
-what counts as read and written; formulas, of some lessons, stand in tools/formulas.py.
+autograd's own and those in an optimizer's step(). --lines lists them by line of the lesson. What counts as
+read and written stands in tools/watch.py, at touched_by(); formulas, of some lessons, in tools/formulas.py.
 
 ms: what a step takes, from the third on, without the watching (not with --trace): see tools/clock.py; the
 machine's constants are kept in --machine F, by default a file in runs/.
@@ -137,10 +137,9 @@ def result_of(lesson, config, watch, history, clock=None):
     ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
-    touched = sum(watch.touched.values())
-    own = watch.held(), watch.sent, watch.elements, watch.flops, watch.unknown, touched
+    own = watch.held(), watch.sent, watch.elements, watch.flops, watch.unknown, watch.touched.total()
     dist.all_gather_object(everyone, own)
-    held, sent, elements, unknown, computed = Counter(), Counter(), Counter(), Counter(), 0
+    held, sent, elements, unknown, computed, touched = Counter(), Counter(), Counter(), Counter(), 0, 0
     for rank_held, rank_sent, rank_elements, flops, rank_unknown, rank_touched in everyone:
         touched = max(touched, rank_touched)
         unknown |= rank_unknown
@@ -172,9 +171,10 @@ def result_of(lesson, config, watch, history, clock=None):
             name = "reduce-scatter"
         result["sent"].setdefault(name, {"formula": 0})[what] = number
     of_time = read_formulas(lesson, config, True)
+    result |= {"touched": {}, "lines": dict(watch.touched.most_common())}  # lines: of this rank
     result["flops"] = {"formula": evaluate(of_time.get("compute", "0"), letters), "measured": computed}
-    result["touched"] = {"formula": evaluate(of_time.get("touched", "0"), letters), "measured": touched}
-    result["touched"]["lines"] = dict(watch.touched.most_common())  # of this rank
+    if "touched" in of_time:
+        result["touched"]["touched"] = {"formula": evaluate(of_time["touched"], letters), "measured": touched}
     result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
     if clock:
         result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
@@ -182,15 +182,12 @@ def result_of(lesson, config, watch, history, clock=None):
 
 
 def show(result, formulas):
-    for part, column in (("held", "measured"), ("sent", "wire")):
+    for part, column in (("held", "measured"), ("sent", "wire"), ("touched", "measured")):
         if result[part]:
             print(f"{part:<18}{'formula':<28}{'expected':>12}{'measured':>12}")
         for name, row in result[part].items():
             expected, measured = f"{row['formula'] / 1e6:.2f} MB", f"{row[column] / 1e6:.2f} MB"
             print(f"  {name:<16}{formulas.get(name, '-'):<28}{expected:>12}{measured:>12}")
-    if "touched" in formulas:
-        touched = [f"{result['touched'][key] / 1e6:.2f} MB" for key in ("formula", "measured")]
-        print(f"{'touched':<18}{formulas['touched']:<28}{touched[0]:>12}{touched[1]:>12}")
     flops = result["flops"]
     print(
         f"{'FLOPs':<18}{formulas.get('compute', '-'):<28}{flops['formula']:>12.3e}{flops['measured']:>12.3e}"
@@ -339,7 +336,7 @@ def main():
             write(given.film, film, lesson, flags)
     if given.ranks or dist.get_rank() == 0:
         show(result, read_formulas(lesson, config) | read_formulas(lesson, config, True))
-        for line, size in result["touched"]["lines"].items() if given.lines else ():
+        for line, size in result["lines"].items() if given.lines else ():
             print(f"  {size / 1e6:>10.2f} MB{line:>5}: {linecache.getline(given.lesson, line).strip()}")
         if given.json:
             keep(given.json, json.dumps(result))

@@ -1,6 +1,6 @@
 """Follows every storage until it is freed, through every operator of every thread of a process, and counts
-what collectives are given, and what operators read and write. What tools/ledger.py counts as held, as sent and
-as touched stands in its docstring.
+what collectives are given, and what operators read and write. What tools/ledger.py counts as held, sent and
+touched stands in its docstring.
 """
 
 import gc
@@ -63,8 +63,8 @@ def touched_by(function, args, kwargs, made):
     """Bytes that an operator reads and writes, as if each tensor went to memory once.
 
     A schema says which arguments are written. What is overwritten is not read. Views, fresh memory,
-    collectives and single numbers count nothing. On a CPU an operator begins with a copy of what has a narrower
-    dtype than its result: it counts, too, if it is larger than CACHED."""
+    collectives and single numbers count nothing. On a CPU an operator begins with a copy of what has a
+    narrower dtype than its result: it counts, too, if it is larger than CACHED."""
     name = function.name().split(".")[0]
     if function.is_view or function.namespace != "aten" or UNTOUCHED.search(name):
         return 0
@@ -101,7 +101,7 @@ def place_of(tensor):
 
 
 def lines_of_others(path):
-    """The lines of a lesson that are not its technique's: the toy model, and where autograd begins a backward."""
+    """The lines of a lesson that are not its technique's: the toy model, and where a backward begins."""
     text = Path(path).read_text().split("\n")
     toy = [i for i, line in enumerate(text, 1) if line.startswith("# ====")] or [0, 0]
     backward = [i for i, line in enumerate(text, 1) if ".backward(" in line]
@@ -251,7 +251,8 @@ class Watch(TorchDispatchMode):
                 if self.on and not getattr(self.here, "name", None):
                     self.flops += flops_of(function, args, kwargs or {}, result)
                 if self.on and (line := self.technique_line()):
-                    self.touched[line] += touched_by(function, args, kwargs or {}, result)
+                    touched = touched_by(function, args, kwargs or {}, result)
+                    self.touched.update({line: touched} if touched else {})
         return result
 
     def technique_line(self):
