@@ -151,7 +151,7 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert code == 0
     written = json.loads((tmp_path / "out.json").read_text())
     keys = "lesson world_size backend device shares_gpu dtype n_params losses grad_norms step_ms held sent"
-    assert list(written) == [*keys.split(), "not counted", "flops", "peak_bytes"]
+    assert list(written) == [*keys.split(), "not counted", "touched", "lines", "flops", "peak_bytes"]
     assert written["not counted"] == {} and "not counted" not in out
     assert written["lesson"] == "zero3" and written["world_size"] == 2 and len(written["losses"]) == 3
     row = written["held"]["parameters"]

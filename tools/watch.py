@@ -31,7 +31,7 @@ ATTENTION = {"aten::_scaled_dot_product_flash_attention_for_cpu": 4}
 ATTENTION |= {"aten::_scaled_dot_product_flash_attention_for_cpu_backward": 8}
 COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
 # Of operators that touch() asks about, by their names.
-UNTOUCHED = re.compile("empty|resize_|set_|_unsafe_view")
+UNTOUCHED = re.compile("^(c10d|_c10d_functional|prim|profiler)::|empty|::resize_|::set_|_unsafe_view")
 OVERWRITES = re.compile("aten::(_foreach_)?(zero_|copy_|fill_)$|aten::normal_|aten::uniform_")
 CACHED = 2**23  # bytes of a copy within an operator that a core's cache holds
 
@@ -66,7 +66,7 @@ def touched_by(function, args, kwargs, made):
     collectives and single numbers count nothing. On a CPU an operator begins with a copy of what has a
     narrower dtype than its result: it counts, too, if it is larger than CACHED."""
     name = function.name().split(".")[0]
-    if function.is_view or function.namespace != "aten" or UNTOUCHED.search(name):
+    if function.is_view or UNTOUCHED.search(name):
         return 0
     values = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
     read = []
