@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 bench/touched.py --dtype bf16 --batch 16
 
 Every operator of a fourth step is counted as tools/watch.py counts it. What those of a plain loop do, without
-clipping and without fp32 masters, is subtracted, and the optimizer's fused kernel is left out: so a peer in C++
-is counted as a lesson is. What a collective does inside is not seen.
+clipping and without fp32 masters, is subtracted, and the optimizer's fused kernel is left out: so a peer in
+C++ is counted as a lesson is. What a collective does inside is not seen.
 """
 
 import contextlib
