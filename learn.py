@@ -76,7 +76,7 @@ checkpointing         | Checkpoint.recompute | 20 | forward again, with the rand
 zero_r                | Partitioned.partition Partitioned.start_all_gather | 30 | 1/N of a block's input stays
 fusion                | FlashAttention.forward | 40 | tile by tile, with a running maximum and sum
 resume                | ShardedOptimizer.step | 25 | each rank updates its 1/N
-reshard               | intersections | 10 | of each run what lies between start and end, if anything does
+reshard               | intersections | 10 | what lies of each run in [low, high), counted from low
 reshard-walk          | Resharding.plan Resharding.deliver | 30 | all ranks come to all messages in one order
 survive               | Members.sign_up Members.propose | 30 | who is next: wait for all who are not dead
 survive-share         | len(inputs) / config.batch | 5 | a mean over few sequences counts less

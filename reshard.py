@@ -2,54 +2,54 @@
 
 Idea
     Some ranks train and others serve, as in reinforcement learning, and after each update the servers need
-    the new weights. But they hold them in another layout. Each trainer holds 1/N of every unit, as in
-    zero3.py: an interval of the flat vector of the unit's parameters. Each server holds 1/t of every matrix
-    of a block, as in tensor_parallel.py: some of its rows, or of its columns. For a unit of two matrices,
-    A (4, 2), of which servers hold rows, and B (2, 4), of which they hold columns, 3 trainers and 2 servers:
+    the new weights. But they hold them in another layout. Each of N trainers holds 1/N of every unit (a
+    block, or all that is in no block), as in zero3.py: an interval of the flat vector of its parameters. Each
+    of t servers holds 1/t of every matrix of a block, as in tensor_parallel.py: some rows, or some columns.
+    For a unit of A (4, 2), split by rows, and B (2, 4), split by columns, with 3 trainers and 2 servers:
 
     flat vector        A A A A A A A A B B B B B B B B
     held by trainer    0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2
     held by server     0 0 0 0 1 1 1 1 0 0 1 1 0 0 1 1
 
-    --how rank0, the naive way: rank 0 gathers all units, then sends each server its slices. It needs memory
-    for the whole model, and while it sends all of that alone, the others wait.
-    --how units: the trainers gather unit after unit, and share the sending. This takes memory for one unit,
-    but each trainer still receives the whole model, only to send a part of it on.
-    --how direct: rows are an interval of the flat vector, and columns an interval in each row. All ranks know
-    this from shapes alone. So each trainer sends each server what both of them hold, the intersections of
-    their intervals. Trainers receive nothing, and no number travels twice.
+    --how rank0, the naive way: the trainers all-gather each unit, rank 0 keeps all of them, and then sends
+    each server its slices. It needs memory for the whole model, and while it sends, the others wait.
+    --how units: the trainers all-gather one unit at a time and share the sending. This takes memory for one
+    unit, but each trainer still receives the whole model, only to send a part of it on.
+    --how direct: a server's rows are an interval of the flat vector, and its columns an interval in each row.
+    All ranks know this from shapes alone. So each trainer sends each server what both hold, where their
+    intervals intersect. Trainers receive nothing, and nothing passes through a rank that does not need it.
 
 Timeline
-    a trainer | forward, backward 3, update |         | forward, backward 4, update |         | ...
-    a server  | loss of batch 3             | reshard | loss of batch 4             | reshard | ...
+    a trainer | forward, backward 3, update | send    | forward, backward 4, update | send    | ...
+    a server  | loss of batch 3             | receive | loss of batch 4             | receive | ...
 
-Memory (bytes on the trainer that holds most; N trainers, t servers; P parameters, U in a block, E in none)
+Memory (bytes on the trainer that holds most; P parameters, U in a block, E in none)
     parameters    mP/N+w(E+U)                without --how rank0
     parameters    mP/N+wP                    with --how rank0: on rank 0
     gradients     mP/N+wmax(E,U)(1+g+1/N)    g = 1 over gloo, whose reduce-scatter copies a unit's, else 0
     optimizer     KP/N                       K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
-    w = 4 in fp32, 2 in bf16; m = 4. A trainer also holds the messages of the unit that it sends. A server
-    holds wD, where D = (P-r)/t+r: all servers have the r parameters that are not split (see SPLIT).
+    A weight has w bytes: 4 in fp32, 2 in bf16; in a shard, m = 4. Not counted: messages, and gradients before
+    they travel, when autograd adds up the embedding's two (about 3wE) and joins a unit's in one vector (2wU).
 
-Sent (bytes, by the rank that sends most, in each step of k microbatches of b sequences on each trainer)
-    reduce-scatter    kwP(N-1)/N         among the trainers; over gloo, where it is an all-reduce, twice that
-    all-gather        2kwP(N-1)/N        with --how direct: before each unit's forward and backward
-    all-gather        (2k+1)wP(N-1)/N    without --how direct: and once before it is sent
-    send              wtD                with --how rank0
-    send              wqD                with --how units: a trainer sends to q servers, t/N rounded up
-    send              wtD/N              with --how direct, in the mean
-    all-reduce        4kwNbsLh(t-1)/t    among the servers: L layers, h width, s context
+Sent (bytes in each step of k microbatches, of b sequences on each trainer)
+    reduce-scatter    kwP(N-1)/N         by each trainer; over gloo, where it is an all-reduce, twice that
+    all-gather        2kwP(N-1)/N        with --how direct: by each trainer, for a unit's forward and backward
+    all-gather        (2k+1)wP(N-1)/N    without --how direct: and again before it is sent
+    send              wtD                with --how rank0; a server holds D = (P-r)/t+r, r of them unsplit
+    send              wqD                with --how units: by a trainer with q servers, t/N rounded up
+    send              wtD/N              with --how direct: by a trainer, on average
+    all-reduce        4kwNbsLh(t-1)/t    by each server: L layers, h width, s context
 
 Run
     torchrun --nproc_per_node=4 reshard.py --how direct
     torchrun --nproc_per_node=8 reshard.py --servers 2 --batch 18 --how rank0
 
 Left out
-    Serving while new weights arrive. Servers wait, as they receive into the weights that they use: only with
-    a second copy, to be swapped when it is complete, could they go on with the old weights.
-    Sending, in --how units, what the next forward gathers anyway: it would save an all-gather. Overlap in a
-    step; embeddings that servers split; buffers; what zero3.py and tensor_parallel.py leave out.
-    A frozen unit stays unsharded from backward to its next forward. Not noticed: ranks with different models.
+    Serving while new weights arrive. Servers wait, as they receive into the weights that they use. A second
+    copy, swapped in when it is complete, would let them go on, but would take as much memory again.
+    With --how units, sending what the next forward gathers anyway, which would save an all-gather.
+    Overlap in a step; embeddings that servers split; buffers; what zero3.py and tensor_parallel.py leave out.
+    With --how direct, a frozen unit stays unsharded after backward. Ranks with different models may hang.
 """
 
 import argparse
@@ -83,71 +83,67 @@ class Resharding:
         self.n_servers = n_servers
         self.n_trainers = dist.get_world_size() - n_servers
         self.is_trainer = self.rank < self.n_trainers
-        self.share = (self.rank, self.n_trainers) if self.is_trainer else (0, 1)  # of the batch
+        # (i, n): part i of n of each batch. A server computes the loss of all of it.
+        self.share = (self.rank, self.n_trainers) if self.is_trainer else (0, 1)
         self.trainers = dist.new_group(range(self.n_trainers))
         self.servers = dist.new_group(range(self.n_trainers, dist.get_world_size())) if n_servers else None
-        # All ranks start from rank 0's weights. (With NCCL, messages must not be a group's first operation,
-        # unless all of its ranks have some.)
-        for param in model.parameters():
-            dist.broadcast(param.detach(), 0)
-        in_blocks = set(model.blocks.parameters())
-        root = {name: param for name, param in model.named_parameters() if param not in in_blocks}
+        root = {name: param for name, param in model.named_parameters() if not name.startswith("blocks.")}
         self.model = Unit("", model, root, split, self)
         for i, block in enumerate(model.blocks):
             model.blocks[i] = Unit(f"blocks.{i}.", block, dict(block.named_parameters()), split, self)
         self.units = [self.model, *model.blocks]
+        self.messages = {unit: self.plan(unit) for unit in self.units}
         self.shards = [unit.held for unit in self.units if unit.held.requires_grad]  # for an optimizer
 
-    @torch.no_grad()
-    def update_servers(self):
-        """All ranks call it after each update. They walk unit by unit, server by server, trainer by trainer:
-        both ends of a message come to it at the same point of this walk, so that it needs no header."""
-        flats = self.gather() if self.how == "rank0" else []
-        for i, unit in enumerate(self.units):
-            if self.how == "direct":
-                self.deliver(unit, unit.held.to(unit.dtype), self.rank * unit.size)
-            else:
-                unit.flat = flats[i] if flats else unit.unshard()
-                self.deliver(unit, unit.flat, 0)
-                unit.reshard()
-
-    def gather(self):
-        flats = []  # of all units, on rank 0
-        for unit in self.units:
-            flat = unit.unshard()
-            flats.append(flat if self.rank == 0 else None)
-        return flats
-
     def plan(self, unit):
-        """[(sender, receiver, runs)]: who sends whom which numbers of a unit, in order."""
+        """[(sender, receiver, runs)]: who sends whom which intervals, counted from the sender's first number.
+        All ranks walk along this same list, so both ends of a message come to it in the same order, and it
+        needs no label."""
         messages = []
         for server, (_, runs) in enumerate(unit.layouts):
             receiver = self.n_trainers + server
             if self.how == "direct":
                 for trainer in range(self.n_trainers):
-                    start = trainer * unit.size
-                    both = intersections(start, start + unit.size, runs)
-                    messages.append((trainer, receiver, both))
+                    both = intersections(trainer * unit.size, (trainer + 1) * unit.size, runs)
+                    if both:
+                        messages.append((trainer, receiver, both))
             else:
                 sender = 0 if self.how == "rank0" else server % self.n_trainers
                 messages.append((sender, receiver, runs))
-        return [message for message in messages if message[-1]]
+        return messages
 
-    def deliver(self, unit, flat, start):
-        """Send each server its slices of a unit. flat: this trainer's numbers of it, from `start` on."""
+    @torch.no_grad()
+    def update_servers(self):
+        """Give the servers the trainers' weights. All ranks must call it, after each update."""
+        if self.how == "rank0":
+            self.gather()
+        for unit in self.units:
+            if self.how == "units":
+                unit.flat = unit.unshard()
+            self.deliver(unit)
+            unit.reshard()
+
+    def gather(self):
+        """Unshard all units on rank 0. The other trainers take part, but keep none."""
+        for unit in self.units:
+            unit.flat = unit.unshard()
+            if self.rank != 0:
+                unit.reshard()
+
+    def deliver(self, unit):
+        """Send each server its slices of a unit."""
         ops = []
-        received = 0
-        for sender, receiver, runs in unit.plan:
+        rest = unit.held.data  # on a server: what has not arrived yet
+        for sender, receiver, runs in self.messages[unit]:
             if self.rank == sender:
-                message = take(flat, runs, start)
-                ops.append(dist.P2POp(dist.isend, message, receiver))
+                flat = unit.held if self.how == "direct" else unit.flat
+                numbers = take(flat, runs).to(unit.dtype)
+                ops.append(dist.P2POp(dist.isend, numbers, receiver))
             elif self.rank == receiver:
-                # Trainers' intervals ascend, as a slice's numbers do: the next message continues at its end.
-                numel = sum(last - first for first, last in runs)
-                end = received + numel
-                message = unit.held.data[received:end]
-                ops.append(dist.P2POp(dist.irecv, message, sender))
-                received = end
+                # Messages come in the order of the flat vector: each continues where the last one ended.
+                numel = sum(end - first for first, end in runs)
+                numbers, rest = rest.tensor_split([numel])
+                ops.append(dist.P2POp(dist.irecv, numbers, sender))
         if ops:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
@@ -165,15 +161,17 @@ class Resharding:
     @torch.no_grad()
     def full_state_dict(self):
         """The plain model's state_dict on rank 0, else {}. All ranks must call it."""
+        self.gather()
         weights = {}
-        for unit, flat in zip(self.units, self.gather()):
-            if flat is not None:
-                weights |= zip(unit.names, unit.views(flat).values())
+        for unit in self.units:
+            if self.rank == 0:
+                weights |= zip(unit.names, unit.views(unit.flat).values())
+            unit.flat = None  # weights keeps it
         return weights
 
 
-# What servers split: {parameter: (dimension, number of stacked matrices)}. A column-parallel layer is split
-# by its outputs, with its bias; a row-parallel one by its inputs. All servers have all other parameters.
+# What servers split of a block: {parameter: (dimension, number of stacked matrices)}. A layer is split by its
+# outputs (dimension 0), with its bias, or by its inputs (1). All servers have all other parameters.
 SPLIT = {"qkv.weight": (0, 3), "qkv.bias": (0, 3), "proj.weight": (1, 1)}
 SPLIT |= {"up.weight": (0, 1), "up.bias": (0, 1), "down.weight": (1, 1)}
 
@@ -192,9 +190,10 @@ def layout_of(params, split, server, n_servers):
             first = server * size // n_servers
             end = (server + 1) * size // n_servers
             shape[dim] = stacked * (end - first)
-            after = param.shape[dim + 1 :].numel()
-            for i in range(0, param.numel() // after, size):  # stacked matrices, or if dim is 1, rows
-                runs.append((start + (i + first) * after, start + (i + end) * after))
+            stride = param.shape[dim + 1 :].numel()  # from one index of this dimension to the next
+            # There is a run in each of the stacked matrices, or if dim is 1, in each row.
+            for i in range(start, start + param.numel(), size * stride):
+                runs.append((i + first * stride, i + end * stride))
         else:
             runs.append((start, start + param.numel()))
         shapes[name] = torch.Size(shape)
@@ -202,48 +201,45 @@ def layout_of(params, split, server, n_servers):
     return shapes, runs
 
 
-def intersections(start, end, runs):
-    """The parts of the runs that lie in the interval [start, end)."""
-    parts = []
-    for first, last in runs:
-        if max(start, first) < min(end, last):
-            parts.append((max(start, first), min(end, last)))
-    return parts
+def intersections(low, high, runs):
+    """The parts of the runs that lie in the interval [low, high), counted from low."""
+    parts = [(max(low, first), min(high, end)) for first, end in runs]
+    return [(first - low, end - low) for first, end in parts if first < end]
 
 
-def take(flat, runs, start):
-    """The numbers in these runs, one run after the other. flat: the vector's numbers from `start` on."""
-    return torch.cat([flat[first - start : end - start] for first, end in runs])
+def take(flat, runs):
+    """The numbers in these runs, one run after the other."""
+    return torch.cat([flat[first:end] for first, end in runs])
 
 
 class Unit(nn.Module):
-    """What a rank holds of a module: of the flat vector of its parameters a trainer 1/N, a server its runs.
-    On a trainer a unit of zero3.py, without prefetch: unsharded in forward and backward, not in between."""
+    """Parameters that travel together. A server holds its runs of their flat vector, a trainer 1/N of it, as
+    in zero3.py without prefetch: the unit is unsharded in its forward and in its backward, not in between."""
 
-    def __init__(self, prefix, module, params, split, ranks):
+    def __init__(self, prefix, module, params, split, resharding):
         super().__init__()
         self.module = module
-        self.ranks = ranks
+        self.resharding = resharding
         self.names = [prefix + name for name in params]
         self.shapes = {name: param.shape for name, param in params.items()}
-        self.flat = None  # all numbers, while it is unsharded
+        self.flat = None  # while the unit is unsharded: the flat vector, on a server its slices
         flat = torch.cat([param.detach().flatten() for param in params.values()])
+        # All ranks start from rank 0's weights. (Over NCCL, all must also take part in the first operation.)
+        dist.broadcast(flat, 0)
         self.dtype = flat.dtype
-        self.size = -(-len(flat) // ranks.n_trainers)  # of a shard
-        self.layouts = []  # of each server
-        for server in range(ranks.n_servers):
-            self.layouts.append(layout_of(params, split, server, ranks.n_servers))
-        self.plan = ranks.plan(self)
-        if ranks.is_trainer:
-            padded = F.pad(flat, (0, -len(flat) % ranks.n_trainers))
-            shard = padded.chunk(ranks.n_trainers)[ranks.rank]
+        n_trainers = resharding.n_trainers
+        n_servers = resharding.n_servers
+        self.size = -(-len(flat) // n_trainers)  # of a shard
+        self.layouts = [layout_of(params, split, server, n_servers) for server in range(n_servers)]
+        if resharding.is_trainer:
+            shard = F.pad(flat, (0, -len(flat) % n_trainers)).chunk(n_trainers)[resharding.rank]
             held = shard.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
         else:
-            self.shapes, runs = self.layouts[ranks.rank - ranks.n_trainers]
-            held = take(flat, runs, 0)
+            self.shapes, runs = self.layouts[resharding.rank - n_trainers]
+            held = take(flat, runs)
         trained = {param.requires_grad for param in params.values()}
         assert len(trained) == 1, "freeze all parameters of a unit, or none"
-        self.held = nn.Parameter(held, ranks.is_trainer and trained.pop())
+        self.held = nn.Parameter(held, resharding.is_trainer and trained.pop())
         for param in params.values():
             param.data = param.new_empty(0)  # frees it
 
@@ -273,16 +269,16 @@ class Unit(nn.Module):
         return self.flat.as_strided(*packed)
 
     def unshard(self):
-        if not self.ranks.is_trainer:
+        if not self.resharding.is_trainer:
             return self.held.data  # a server computes with its slices
-        flat = self.held.new_empty(self.size * self.ranks.n_trainers, dtype=self.dtype)
-        own = flat.data.chunk(self.ranks.n_trainers)[self.ranks.rank]
+        flat = self.held.new_empty(self.size * self.resharding.n_trainers, dtype=self.dtype)
+        own = flat.data.split(self.size)[self.resharding.rank]
         own.copy_(self.held.data)
-        all_gather(flat, own, group=self.ranks.trainers)
+        all_gather(flat, own, group=self.resharding.trainers)
         return flat
 
     def reshard(self):
-        if self.ranks.is_trainer and self.flat is not None:
+        if self.resharding.is_trainer and self.flat is not None:
             self.flat.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
         self.flat = None
 
@@ -295,23 +291,24 @@ class Unshard(torch.autograd.Function):  # backward is called when a unit has al
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.unit.reshard()
-        received = grad.new_empty(ctx.unit.size)
-        reduce_scatter(received, grad, group=ctx.unit.ranks.trainers)
+        unit = ctx.unit
+        unit.reshard()
+        received = grad.new_empty(unit.size)
+        reduce_scatter(received, grad, group=unit.resharding.trainers)
         grad.untyped_storage().resize_(0)  # this, too
-        return received.to(ctx.unit.held.dtype).div_(ctx.unit.ranks.n_trainers), None  # their average
+        return received.to(unit.held.dtype).div_(unit.resharding.n_trainers), None  # the average
 
 
-def serve_slices(ranks):
-    """Make the forward of a GPT that is split by SPLIT tensor_parallel.py's. (There is no backward here.)"""
+def serve_slices(resharding):
+    """Give a server's blocks the forward of tensor_parallel.py, without its backward."""
 
     def row_parallel(layer, x):
         y = F.linear(x, layer.weight)
-        dist.all_reduce(y, group=ranks.servers)
+        dist.all_reduce(y, group=resharding.servers)
         return y + layer.bias
 
-    for unit in ranks.model.module.blocks:
-        unit.module.heads //= ranks.n_servers
+    for unit in resharding.model.module.blocks:
+        unit.module.heads //= resharding.n_servers
         for layer in unit.module.proj, unit.module.down:
             layer.forward = partial(row_parallel, layer)
 
@@ -328,33 +325,33 @@ def train(config):
     n_trainers = choose_servers(config, int(os.getenv("WORLD_SIZE") or 1))
     device, text = set_up(config, f" | servers {config.servers} | how {config.how}", n_trainers)
     model = GPT(config).to(device, DTYPES[config.dtype])
-    ranks = Resharding(model, SPLIT, config.servers, config.how)
-    if ranks.is_trainer:
-        optimizer = OPTIMIZERS[config.optim](ranks.shards, lr=config.lr, fused=True)
+    resharding = Resharding(model, SPLIT, config.servers, config.how)
+    if resharding.is_trainer:
+        optimizer = OPTIMIZERS[config.optim](resharding.shards, lr=config.lr, fused=True)
     else:
-        serve_slices(ranks)
+        serve_slices(resharding)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        # The servers' loss, the trainers' loss, and the gradients' norm: each rank adds to some of them.
         numbers = torch.zeros(3, dtype=torch.float64, device=device)
-        for inputs, targets in microbatches(config, text, step, device, *ranks.share):
+        servers_loss, trainers_loss, grad_norm = numbers  # views; the all-reduce makes them sums over ranks
+        own_loss = trainers_loss if resharding.is_trainer else servers_loss
+        for inputs, targets in microbatches(config, text, step, device, *resharding.share):
             # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
-            microloss = mean_loss(ranks.model(inputs), targets) / config.accum
-            if ranks.is_trainer:
+            microloss = mean_loss(resharding.model(inputs), targets) / config.accum
+            if resharding.is_trainer:
                 microloss.backward()
-            numbers[int(ranks.is_trainer)] += microloss.detach()
-        if ranks.is_trainer:
-            numbers[2] = ranks.clip_grad_norm_(config.clip)
+            own_loss += microloss.detach()
+        if resharding.is_trainer:
+            grad_norm += resharding.clip_grad_norm_(config.clip)
             optimizer.step()
             optimizer.zero_grad()
-        ranks.update_servers()
+        resharding.update_servers()
         dist.all_reduce(numbers)
-        _, loss, grad_norm = numbers / n_trainers
-        print_step(config, step, loss, grad_norm, started)
-        print_served(config, numbers[0])
+        print_step(config, step, trainers_loss / n_trainers, grad_norm / n_trainers, started)
+        print_served(config, servers_loss)
     if config.save:
-        state_dict = ranks.full_state_dict()
-        if ranks.rank == 0:
+        state_dict = resharding.full_state_dict()
+        if resharding.rank == 0:
             save_weights(state_dict, config.save)
 
 
@@ -367,7 +364,7 @@ def print_served(config, losses):  # of all servers, added up
 def parse(arguments=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--servers", type=int, help="ranks that serve (default: half of all); the others train")
-    own.add_argument("--how", choices="rank0 units direct".split(), default="units", help="see Resharding")
+    own.add_argument("--how", choices="rank0 units direct".split(), default="units", help="see Idea")
     return read_flags(arguments, own, servers=(1, 1_048_576))
 
 

@@ -104,7 +104,7 @@ fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
     export OMP_NUM_THREADS=1 FUZZ="${2:-$RANDOM} ${3:-200}"
     say "Seed and runs: $FUZZ"
-    exec "$python" -m pytest -vv test_all.py tests/test_{survive,learn}.py -k "random or two_deaths or exercises"
+    exec "$python" -m pytest -vv test_all.py tests/test_{survive,learn,plan}.py -k "random or two_deaths or exercises"
     ;;
 lint)
     set_up requirements-dev.txt "ruff"

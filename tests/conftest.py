@@ -1,5 +1,5 @@
 """--lesson zero3 runs what concerns zero3.py alone; at the end, a line for each promise that broke.
-The whole suite keeps all promises, and tries a quarter of the mutants, which test the tests: drawn anew each
+The whole suite keeps all promises, and tries an eighth of the mutants, which test the tests: drawn anew each
 time, or those of --mutants SEED, or with --mutants all, as where a part of the suite is named, all."""
 
 import os
@@ -18,9 +18,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests run on the CPU, where there are
 
 def pytest_addoption(parser):
     parser.addoption("--lesson", choices=NAMES, help="only what concerns this lesson")
-    parser.addoption(
-        "--mutants", metavar="SEED|all", help="all, or the quarter that was drawn with this seed"
-    )
+    parser.addoption("--mutants", metavar="SEED|all", help="all, or the eighth that was drawn with this seed")
 
 
 def pytest_configure(config):
@@ -37,9 +35,9 @@ def is_mutant(item):
 
 
 def draw_mutants(items, seed):
-    """The items, in their order, with a quarter of their mutants."""
+    """The items, in their order, with an eighth of their mutants."""
     mutants = [item for item in items if is_mutant(item)]
-    drawn = random.Random(seed).sample(mutants, -(-len(mutants) // 4))
+    drawn = random.Random(seed).sample(mutants, -(-len(mutants) // 8))
     return [item for item in items if item in drawn or not is_mutant(item)]
 
 
@@ -61,7 +59,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter, config):
     if config.option.mutants != "all":
         terminalreporter.write_line(
-            f"A quarter of the mutants; the same again: --mutants {config.option.mutants}"
+            f"An eighth of the mutants; the same again: --mutants {config.option.mutants}"
         )
     for report in terminalreporter.stats.get("failed", []) + terminalreporter.stats.get("error", []):
         test, _, parameters = report.nodeid.partition("[")

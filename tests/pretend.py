@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
 from torch.utils._device import device_decorator
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from tests.alone import Rank, tensors_in
@@ -191,7 +191,7 @@ class Gpu(TorchDispatchMode, Rank):
         resize = torch.UntypedStorage.resize_
         instead = Rank.instead(self) | {(torch.pretend, name): new for name, new in gpu.items()}
         return instead | {
-            (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread)),
+            (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread), _pop_mode()),
             (torch.UntypedStorage, "resize_"): lambda *both: self.resize(*both) or resize(*both),
             (torch.Tensor, "record_stream"): lambda tensor, stream: self.record(tensor, stream),
             (torch.nn.functional, "scaled_dot_product_attention"): attention,

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
@@ -57,6 +58,8 @@ def check_watch(name):
         wide = weight.detach().double()  # a parameter, as a cast of one is
         freed.untyped_storage().resize_(0)
         del wide, received
+        watch.run_thread(threading.Thread())
+        assert torch._C._len_torch_dispatch_stack() == 1, "a thread that has ended is still watched"
     held, sent = watch.held(), watch.sent
     assert held["parameters"] == 4000 + 8000, "parameters and what they are cast to"
     assert held["optimizer"] == 8000 + 4, "two moments and a count"
@@ -234,6 +237,24 @@ def test_a_finished_checkpoint_leaves_nothing_to_watch(tmp_path):
     assert code == 2 and "trained no step" in lines[-1], lines
 
 
+def test_one_step_is_not_taken_for_all(tmp_path):
+    """Optimizers have no states before their first step's end, which is said; a simulation takes two."""
+    ((out, _, code),) = world(1).run(run_main, f"single.py {EVEN.replace('--steps 2', '--steps 1')}")
+    assert code == 0 and "not counted: 1 later step, in which an optimizer has states" in out
+    flags = "--width 16 --layers 1 --context 8 --inner-steps 3 --batch 4 --device cpu"
+    written = simulate("diloco", 4, 0, flags + " --steps 6", "gloo")
+    assert written["held"]["optimizer"]["measured"] > 0 and written["sent"]["all-reduce"]["calls"] > 0
+
+
+@pytest.mark.parametrize("neighbour", ["common", "film"])
+def test_a_script_finds_its_neighbour(neighbour, tmp_path):
+    (tmp_path / f"{neighbour}.py").write_text("WHOSE = 'mine'")
+    (tmp_path / "own.py").write_text(f"import {neighbour}")
+    own = f"import ledger; print(ledger.load({str(tmp_path / 'own.py')!r}).{neighbour}.WHOSE)"
+    done = subprocess.run([sys.executable, "-c", own], cwd="tools", capture_output=True, text=True)
+    assert done.stdout == "mine\n", done.stderr
+
+
 @pytest.mark.parametrize("damaged", ["", '{"half', '{"a": {"C": 1}}', "[]"])
 def test_constants_that_are_damaged_are_measured_again(damaged, tmp_path):
     (tmp_path / "c.json").write_text(damaged)
@@ -281,6 +302,7 @@ MUTANTS = [
     ("watch", "max(most[kind], alive[where])", "alive[where]", check_watch, "cast to"),
     ("watch", '"other" if number < self.before', "None if number < self.before", check_watch, "activations"),
     ("watch", 'max(most["activations"], alive[None, None])', "0", check_watch, "activations"),
+    ("watch", "_pop_mode()", "pass", check_watch, "is still watched"),
     ("watch", "flop_registry.get(", "{}.get(", check_watch, "a product"),
     ("watch", 'argument.name == "out" or ', "", check_touched, "what out= names"),
     ("watch", "place_of(read[0]) == place_of(written[0])", "False", check_touched, "a copy onto itself"),

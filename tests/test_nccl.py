@@ -282,7 +282,12 @@ ORDER = [
         "after = (layout.rank + 1 - 2 * (layout.rank == 0))",
         WAIT,
     ),
-    ("reshard", "enumerate(self.units)", "enumerate(self.units[self.rank == 0 :])", MEET),
+    (
+        "reshard",
+        "self.units:\n            if self.how",
+        "self.units[self.rank == 0 :]:\n            if self.how",
+        MEET,
+    ),
     ("collectives", "    for work in dist.batch_isend_irecv(ops):", UNBATCHED, WAIT),
 ]
 test_a_checkpoint_may_be_dropped_and_its_input_changed = holds("zero_r", check_dropped)

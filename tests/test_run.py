@@ -291,12 +291,12 @@ def test_paths_are_found_from_another_folder(tmp_path):
     assert done.returncode == 2 and "no lesson 'no_such_lesson'" in done.stderr and os.listdir(tmp_path) == []
 
 
-def test_the_whole_suite_draws_a_quarter_of_the_mutants(monkeypatch):
+def test_the_whole_suite_draws_an_eighth_of_the_mutants(monkeypatch):
     monkeypatch.setenv("MUTANTS", "")  # and back
     promises = [SimpleNamespace(number=i) for i in range(5)]
     rows = [SimpleNamespace(callspec=SimpleNamespace(params={"old": i, "new": i})) for i in range(40)]
     drawn = [conftest.draw_mutants([*promises, *rows], seed) for seed in "778"]
-    assert all(len(items) == 5 + 10 and items[:5] == promises for items in drawn)
+    assert all(len(items) == 5 + 5 and items[:5] == promises for items in drawn)
     assert drawn[0] == drawn[1] != drawn[2], "the same seed, the same mutants"
     source = pytest.Config.ArgsSource
     for args, keyword, lesson, given, pattern in (
@@ -309,6 +309,37 @@ def test_the_whole_suite_draws_a_quarter_of_the_mutants(monkeypatch):
         option = SimpleNamespace(keyword=keyword, lesson=lesson, mutants=given)
         conftest.pytest_configure(SimpleNamespace(args_source=args, option=option))
         assert re.fullmatch(pattern, option.mutants), (args, keyword, lesson, given)
+
+
+SLURM = {  # in place of its commands
+    "scontrol": 'case $1 in show) echo node0 ;; requeue) echo "requeued $2" ;; esac',
+    "srun": "exit 1",
+}
+
+
+@pytest.mark.parametrize("arguments, job, seconds, code, said", [
+    ("", "7", 0, 2, "usage: sbatch job.sbatch LESSON.py"),
+    ("nosuch.py", "7", 0, 2, "usage: sbatch job.sbatch LESSON.py"),
+    ("ddp.py", "", 0, 2, "usage: sbatch job.sbatch LESSON.py"),
+    ("ddp.py --batch 7", "7", 0, 1, "job 7, start 1, on nodes\n"),  # refused: it would be so again
+    ("ddp.py", "7", 200, 1, "job 7, start 1, on nodes\nrequeued 7\n"),
+])  # fmt: skip
+def test_a_job_is_requeued_only_if_it_has_run_for_a_while(arguments, job, seconds, code, said, tmp_path):
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "nodes"}
+    later = (ROOT / "job.sbatch").read_text().replace("set -euo", f"SECONDS={seconds}; set -euo")
+    command = ["bash", "-c", later, "job.sbatch", *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == code and (done.stdout + done.stderr).startswith(said), done
+    assert ("requeued" in done.stdout) == (seconds > 120), done.stdout
+
+
+@pytest.mark.parametrize("arguments", ["2 -1gbit -- x", "2 fast -- x", "2 0bit -- x", "0 1gbit -- x"])
+def test_hosts_are_refused_in_a_line(arguments):
+    done = subprocess.run(["bench/hosts.sh", *arguments.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and re.fullmatch("usage: bench/hosts.sh HOSTS RATE .*\n", done.stderr), done
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="namespaces need Linux and root")

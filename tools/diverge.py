@@ -30,10 +30,9 @@ import ledger
 import torch
 from promises import FLAGS, ROOT, differ_in, plain_of, run
 from torch.optim import optimizer as optim
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from watch import tensors_in
 
-SMALL = ["--batch", "12"]
 # {collective: which of its arguments is sent}
 GIVEN = {"allreduce_": 0, "_allgather_base_": 1, "allgather_": 1, "_reduce_scatter_base_": 1, "send": 0}
 GIVEN |= {"reduce_scatter_": 1, "alltoall_base_": 1, "alltoall_": 1, "reduce_": 0}
@@ -177,6 +176,7 @@ class Recorder(TorchDispatchMode):
         def run_watched(thread):
             _push_mode(self)
             run(thread)
+            _pop_mode()
 
         return run_watched
 
@@ -209,7 +209,7 @@ def some_numbers(length):
 def record(path, flags):
     """On a rank: run a lesson's file; what it computed."""
     lesson = ledger.load(path)
-    config = lesson.parse([*FLAGS, *SMALL, *flags])
+    config = lesson.parse([*FLAGS, "--batch=12", *flags])
     recorder = Recorder(lesson)
     loader = "load_microbatches" if hasattr(lesson, "deal") else "microbatches"
     with ExitStack() as stack:
@@ -349,9 +349,8 @@ def beside_plain(found, plain, tolerance):
             rank, place, _ = max(own[step, phase, name], key=lambda row: distance(row[2], expected))
             size, ratio = how_far(values.sort()[0], expected.repeat_interleave(times), len(found))
             phase = "reduction" if phase == "gradients" else phase
-            first = {"step": step, "microbatch": 0, "phase": phase, "name": name, "rank": rank}
-            first |= {"place": place, "size": size, "ratio": ratio, "operator": None}
-            return first, same, left_out
+            where = {"step": step, "microbatch": 0, "phase": phase, "name": name, "rank": rank}
+            return where | {"place": place, "size": size, "ratio": ratio, "operator": None}, same, left_out
         same += 1
     return None, same, left_out
 
@@ -416,8 +415,8 @@ def describe(first, compared, path, lesson):
 def lesson_of(path):
     """The lesson that a file is a copy of: the one with its docstring's first line. None: of none."""
     first = Path(path).read_text().partition("\n")[0]
-    copied = [file.stem for file in ROOT.glob("*.py") if file.read_text().partition("\n")[0] == first]
-    return copied[0] if copied else None
+    copied = (file.stem for file in ROOT.glob("*.py") if file.read_text().partition("\n")[0] == first)
+    return next(copied, None)
 
 
 def function_of(first):

@@ -293,10 +293,13 @@ def can_write(folder):
 
 def load(path):
     """A script's file as a module, which may import its neighbours."""
-    sys.path.insert(0, str(Path(path).resolve().parent))
+    folder = Path(path).resolve().parent
+    sys.path.insert(0, str(folder))
+    hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if (folder / f"{name}.py").is_file()}
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     lesson = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lesson)
+    sys.modules |= hidden  # this tool's own modules of these names
     return lesson
 
 

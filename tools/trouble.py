@@ -8,10 +8,10 @@ A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the l
 first is kept of each run: an error, a hang, the step from which losses or norms differ, bytes held or sent.
 """
 
+import argparse
 import ast
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -217,7 +217,9 @@ def proof():
 
 
 if __name__ == "__main__":
-    if "--proof" in sys.argv:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--proof", action="store_true")
+    if parser.parse_args().proof:
         proof()
     else:
         PAGE.write_text(page(observe_new(SEEN, observe)))

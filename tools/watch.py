@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -177,7 +177,10 @@ class Watch(TorchDispatchMode):
         """In place of Thread.run(): the same, watched."""
         self.here.name = None if thread.name.startswith("device 0") else thread.name
         _push_mode(self)
-        self.thread_run(thread)
+        try:
+            self.thread_run(thread)
+        finally:
+            _pop_mode()  # else a thread that ends with the process lets go of it too late, and aborts
 
     def __enter__(self):
         super().__enter__()
