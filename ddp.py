@@ -91,7 +91,7 @@ class DDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def _gradient_ready(self, bucket, param):
-        bucket.collect(param)
+        bucket.collect(param, self.is_last_backward)
         if not self.is_last_backward:
             return
         if not self.waiting:  # this is the first gradient of this backward
@@ -112,8 +112,7 @@ class DDP(nn.Module):
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         grads = [param.grad for param in self.params if param.grad is not None]
-        squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
-        norm = squares.sqrt()
+        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
@@ -135,22 +134,24 @@ class Bucket:
     def __init__(self, params):
         self.params = params
         self.pending = set(params)  # those that the last backward has not reached yet
-        self.flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
+        self.flat_grad = params[0].new_zeros(sum(map(torch.numel, params)))
         self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
 
-    def collect(self, param):
+    def collect(self, param, is_last):
         """Move a gradient into flat_grad. Later backwards of the step add to it there."""
         view = self.grad_views[param]
-        if param.grad is not view:  # zero_grad() has set it to None, so that autograd has made a new tensor
-            view.copy_(param.grad.to_dense())
-            param.grad = view
+        grad = param.grad.to_dense()
+        if is_last:  # divide by N in the same pass, so that the ranks' sum is their average
+            torch.mul(grad, 1 / dist.get_world_size(), out=view)
+        else:
+            view.copy_(grad)  # nothing is copied if view is .grad already: zero_grad() has not been called
+        param.grad = view
 
     def start_all_reduce(self):
         self.work = dist.all_reduce(self.flat_grad, async_op=True)
 
     def finish_all_reduce(self):
         self.work.wait()
-        self.flat_grad /= dist.get_world_size()
         self.pending.update(self.params)
 
 

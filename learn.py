@@ -56,7 +56,7 @@ collectives-gather    | gather_chunks | 10 | N - 1 times: pass on the chunk that
 dp_threads            | DP.parallel_apply | 10 | a thread for each device; results in the devices' order
 dp_threads-sum        | sum_gradients | 15 | all replicas' gradients, added up on the first device
 dp_async              | Server.may_go_on | 10 | bsp waits for all, asp for nobody, ssp for the slowest worker
-ddp                   | flat_grad /= dist.get_world_size() | 5 | all-reduce adds up; a mean is wanted
+ddp                   | 1 / dist.get_world_size() | 5 | all-reduce adds up; a mean is wanted
 ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends at its cap
 ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
 uneven                | sum_of_losses(model(inputs, positions), targets) / n_tokens | 5 | one division for all

@@ -177,7 +177,8 @@ class ZeROMuon(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [shard.grad for shard in self.shards]
+        # In pieces: a CPU makes an fp64 copy of each, which its cache holds if the piece is small.
+        grads = [piece for shard in self.shards for piece in shard.grad.flatten().split(2**20)]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -228,8 +229,7 @@ class Unit:
 
     def finish_reduce(self):
         if self.is_own:
-            self.shard.grad = self.grad.to(self.shard.dtype, copy=True)
-            self.shard.grad /= dist.get_world_size()  # the average of all ranks
+            self.shard.grad = self.grad.to(self.shard.dtype) / dist.get_world_size()  # the ranks' average
         self.grad.zero_()
 
 

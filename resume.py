@@ -187,7 +187,8 @@ class ShardedOptimizer:
         """Clip the gradients' norm to max_norm, then update. Returns the norm before clipping."""
         flat_grad = parameters_to_vector([*(param.grad for param in self.params), self.padding])
         dist.all_reduce(flat_grad)
-        (norm,) = torch._foreach_norm([flat_grad], dtype=torch.float64)
+        # In pieces: a CPU makes an fp64 copy of each, which its cache holds if the piece is small.
+        norm = torch.stack(torch._foreach_norm(flat_grad.split(2**20), dtype=torch.float64)).norm()
         self.shard.grad = flat_grad.chunk(dist.get_world_size())[dist.get_rank()].to(self.shard)
         nn.utils.clip_grads_with_norm_(self.shard, max_norm, norm.to(self.shard))
         self.optimizer.step()

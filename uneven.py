@@ -172,7 +172,7 @@ def load_microbatches(config, documents, step, device, rank, world_size):
     return batches
 
 
-# DDP, Bucket and fill_buckets are ddp.py's, but finish_all_reduce() does not divide by the number of ranks.
+# DDP, Bucket and fill_buckets are ddp.py's, but collect() does not divide by the number of ranks.
 
 
 class DDP(nn.Module):
@@ -226,8 +226,7 @@ class DDP(nn.Module):
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
         grads = [param.grad for param in self.params if param.grad is not None]
-        squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
-        norm = squares.sqrt()
+        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).norm()
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
         return norm
 
@@ -249,15 +248,15 @@ class Bucket:
     def __init__(self, params):
         self.params = params
         self.pending = set(params)  # those that the last backward has not reached yet
-        self.flat_grad = params[0].detach().new_zeros(sum(param.numel() for param in params))
+        self.flat_grad = params[0].new_zeros(sum(map(torch.numel, params)))
         self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
 
     def collect(self, param):
         """Move a gradient into flat_grad. Later backwards of the step add to it there."""
         view = self.grad_views[param]
-        if param.grad is not view:  # zero_grad() has set it to None, so that autograd has made a new tensor
-            view.copy_(param.grad.to_dense())
-            param.grad = view
+        grad = param.grad.to_dense()
+        view.copy_(grad)  # nothing is copied if view is .grad already: zero_grad() has not been called
+        param.grad = view
 
     def start_all_reduce(self):
         self.work = dist.all_reduce(self.flat_grad, async_op=True)

@@ -15,8 +15,8 @@ Timeline (of two units)
 
 Memory (bytes on each of N ranks; P parameters, U in a block)
     parameters    wP + cP/N               w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies, else 0
-    gradients     wP + gwU + cP/N         g = 1 over gloo, for a receive buffer of a unit, else 0
-    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD (in fp64 w = 8, K = 16)
+    gradients     wP + mP/N + 2gwU        m = 4; g = 1 over gloo, for receive buffers of two units, else 0
+    optimizer     KP/N                    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
 
 Sent (bytes, by each rank in each step)
     reduce-scatter    wP(N-1)/N           in a ring; in the last microbatch only
@@ -34,7 +34,7 @@ Left out
     GradScaler, which look at 1/N of the gradients; an update before a step's last backward. What else fails,
     and how: docs/use.md.
     A submodule that is called alone after an update has old weights. zero_grad(set_to_none=False) between the
-    backwards of a step keeps the gradients of other ranks' shards.
+    backwards of a step keeps the gradients, which are not in the shards yet.
 """
 
 import argparse
@@ -80,8 +80,8 @@ class ZeRO1(nn.Module):
         self.is_last_backward = True
         self.accumulating = False  # between the backwards of a step: there are no new weights then
         self.has_optimizer = False  # until somebody asks for parameters()
-        self.waiting = set()  # during backward: the units that do not have all their gradients yet
-        self.reducing = None  # the unit whose gradients are travelling
+        self.waiting = set()  # during backward: the parameters that do not have their gradient yet
+        self.reducing = []  # the units whose gradients are travelling
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
@@ -100,7 +100,7 @@ class ZeRO1(nn.Module):
 
     def parameters(self, recurse=True):
         self.has_optimizer = True
-        return iter([unit.shard for unit in self.units])
+        return (unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -114,38 +114,39 @@ class ZeRO1(nn.Module):
 
     def _gradient_ready(self, unit, param):
         if not self.waiting:  # this is the first gradient of this backward
-            self.waiting.update(self.units)
+            for each in self.units:
+                self.waiting.update(each.params)
             # Autograd calls _end_backward when this whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        unit.collect(param)
-        if not unit.pending:
+        unit.collect(param, self.accumulating)
+        self.waiting.remove(param)
+        if self.waiting.isdisjoint(unit.params):
             self._post_backward(unit)
 
     def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
-        # at a time, so that one receive buffer is enough.
-        self.waiting.remove(unit)
+        # A unit has all its gradients. They travel while backward computes those of the next units. Two units
+        # at a time: of one, backward would often have to wait for it; of all, receive buffers would pile up.
         if self.is_last_backward:
-            if self.reducing:
-                self.reducing.finish_reduce_scatter()
+            if self.reducing[1:]:
+                self.reducing.pop(0).finish_reduce_scatter()
             unit.start_reduce_scatter()
-            self.reducing = unit
+            self.reducing.append(unit)
+        elif unit.shard.grad is None:
+            unit.shard.grad = torch.zeros_like(unit.shard)  # so that a zero_grad() shows, see collect()
 
     def _end_backward(self):
         self._check()
-        if self.reducing:
-            self.reducing.finish_reduce_scatter()
-            self.reducing = None
-        for unit in self.units:
-            unit.pending.update(unit.params)
+        while self.reducing:
+            self.reducing.pop(0).finish_reduce_scatter()
         self.accumulating = not self.is_last_backward
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [unit.shard.grad for unit in self.units]
-        if grads[0] is None or not self.is_last_backward:
+        if self.units[0].shard.grad is None or not self.is_last_backward:
             raise RuntimeError("clip after a step's last backward, which must have is_last_backward = True")
+        # In pieces: a CPU makes an fp64 copy of each, which its cache holds if the piece is small.
+        grads = [piece for unit in self.units for piece in unit.shard.grad.split(2**20)]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -188,9 +189,8 @@ class Unit:
     shard, which the optimizer updates, is this rank's 1/N of flat_param (in bf16 an fp32 copy of it)."""
 
     def __init__(self, params):
-        rank, self.n_shards = dist.get_rank(), dist.get_world_size()
+        self.n_shards = dist.get_world_size()
         self.params = params
-        self.pending = set(params)  # those that have no gradient yet
         if len({param.dtype for param in params}) > 1:
             raise ValueError("the parameters of a unit must be of one dtype")
         flat = torch.cat([param.detach().flatten() for param in params])
@@ -199,8 +199,7 @@ class Unit:
             param.data = view
         self.flat_grad = torch.zeros_like(self.flat_param)
         self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
-        self.own_param = self.flat_param.chunk(self.n_shards)[rank]
-        self.own_grad = self.flat_grad.chunk(self.n_shards)[rank]
+        self.own_param = self.flat_param.chunk(self.n_shards)[dist.get_rank()]
         shard_dtype = torch.promote_types(flat.dtype, torch.float32)
         self.shard = nn.Parameter(self.own_param.to(shard_dtype))  # in fp32 the same memory
         self.gather_work = None
@@ -214,36 +213,31 @@ class Unit:
             self.gather_work.wait()
             self.gather_work = None
 
-    def collect(self, param):
-        """Move a gradient into flat_grad."""
-        self.pending.remove(param)
-        if self.shard.grad is None:  # this is the first gradient since zero_grad()
-            self.flat_grad.zero_()
-            self.shard.grad = self.own_grad.to(self.shard.dtype)  # a copy for bf16, else the same memory
-        self.grad_views[param].add_(param.grad, alpha=1 / self.n_shards)  # so the ranks' sum is their average
+    def collect(self, param, accumulating):
+        """Move a gradient into flat_grad, divided by N, so that the ranks' sum is their average."""
+        view = self.grad_views[param]
+        if accumulating and self.shard.grad is not None:
+            view.add_(param.grad, alpha=1 / self.n_shards)
+        else:  # this is the step's first backward, or the first since zero_grad()
+            torch.mul(param.grad.to_dense(), 1 / self.n_shards, out=view)
         param.grad = None
 
     def start_reduce_scatter(self):
-        self.received, self.reduce_work = start_reduce_scatter(self.flat_grad)
+        """Exchange flat_grad for `received`, rows that add up to this rank's 1/N of the ranks' average."""
+        rows = self.flat_grad.view(self.n_shards, -1)
+        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
+        is_gloo = dist.get_backend() == "gloo"
+        exchange = dist.all_to_all_single if is_gloo else reduce_scatter
+        self.received = torch.empty_like(rows if is_gloo else rows[:1])
+        self.reduce_work = exchange(self.received, rows, async_op=True)
 
     def finish_reduce_scatter(self):
         self.reduce_work.wait()
-        # In fp32 shard.grad is a part of flat_grad and is zeroed, too. Its old value is in the received sum.
-        self.flat_grad.zero_()
-        for gradient in self.received:
-            self.shard.grad += gradient
+        gradient = self.received.sum(0, dtype=self.shard.dtype)
+        if self.shard.grad is not None:
+            gradient += self.shard.grad
+        self.shard.grad = gradient
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
-
-
-def start_reduce_scatter(flat):
-    """Returns (rows, work): after work.wait() the rows add up to this rank's 1/N of the sum of flat."""
-    rows = flat.view(dist.get_world_size(), -1)
-    if dist.get_backend() == "gloo":
-        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
-        received = torch.empty_like(rows)
-        return received, dist.all_to_all_single(received, rows, async_op=True)
-    received = torch.empty_like(rows[:1])
-    return received, reduce_scatter(received, rows, async_op=True)
 
 
 def find_units(module, unit_class):

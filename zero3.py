@@ -84,8 +84,8 @@ class ZeRO3(nn.Module):
         self.module = module
         self.prefetch = prefetch
         self.has_optimizer = False  # until somebody asks for parameters()
-        self.waiting = set()  # during backward: the units that do not have all their gradients yet
-        self.reducing = None  # the unit whose gradients are travelling
+        self.waiting = set()  # during backward: the parameters that do not have their gradient yet
+        self.reducing = []  # the unit whose gradients are travelling
         # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
         # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
         self.units = []
@@ -110,7 +110,7 @@ class ZeRO3(nn.Module):
 
     def parameters(self, recurse=True):
         self.has_optimizer = True
-        return iter([unit.shard for unit in self.units])
+        return (unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -147,43 +147,44 @@ class ZeRO3(nn.Module):
         # Backward has reached this unit's output, so it is done with units that have all their gradients:
         # free them. (Not before: the gradient of a unit's input may need its weights.)
         for each in self.units:
-            if not each.pending:
+            if self.waiting and self.waiting.isdisjoint(each.params):
                 each.reshard()
         unit.in_backward = True
         self._unshard(unit, -1)
 
     def _gradient_ready(self, unit, param):
         if not self.waiting:  # this is the first gradient of this backward
-            self.waiting.update(self.units)
+            for each in self.units:
+                self.waiting.update(each.params)
             # Autograd calls _end_backward when this whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         unit.collect(param)
-        if not unit.pending:
+        self.waiting.remove(param)
+        if self.waiting.isdisjoint(unit.params):
             self._post_backward(unit)
 
     def _post_backward(self, unit):
         # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
         # at a time, so that one receive buffer is enough.
-        self.waiting.remove(unit)
         if self.reducing:
-            self.reducing.finish_reduce_scatter()
+            self.reducing.pop(0).finish_reduce_scatter()
         unit.start_reduce_scatter()
-        self.reducing = unit
+        self.reducing.append(unit)
 
     def _end_backward(self):
         self._check()
-        self.reducing.finish_reduce_scatter()
-        self.reducing = None
+        while self.reducing:
+            self.reducing.pop(0).finish_reduce_scatter()
         for unit in self.units:
             unit.reshard()
-            unit.pending.update(unit.params)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float):
         """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [unit.shard.grad for unit in self.units]
-        if grads[0] is None:
+        if self.units[0].shard.grad is None:
             raise RuntimeError("clip after a step's last backward")
+        # In pieces: a CPU makes an fp64 copy of each, which its cache holds if the piece is small.
+        grads = [piece for unit in self.units for piece in unit.shard.grad.split(2**20)]
         squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -231,9 +232,8 @@ class Unit:
     shard, which the optimizer updates, is a copy of this rank's 1/N of flat_param (in bf16 an fp32 copy)."""
 
     def __init__(self, params, device):
-        rank, self.n_shards = dist.get_rank(), dist.get_world_size()
+        self.n_shards = dist.get_world_size()
         self.params = params
-        self.pending = set(params)  # those that have no gradient yet
         if len({param.dtype for param in params}) > 1:
             raise ValueError("the parameters of a unit must be of one dtype")
         flat = torch.cat([param.detach().flatten() for param in params]).to(device)
@@ -243,7 +243,7 @@ class Unit:
         self.flat_grad = torch.zeros_like(self.flat_param)
         self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
         self.flat_grad.untyped_storage().resize_(0)  # only now: no view can be made of an empty storage
-        self.own_param = self.flat_param.chunk(self.n_shards)[rank]
+        self.own_param = self.flat_param.chunk(self.n_shards)[dist.get_rank()]
         shard_dtype = torch.promote_types(flat.dtype, torch.float32)
         self.shard = nn.Parameter(self.own_param.to(shard_dtype, copy=True))
         self.nan = flat.new_tensor(torch.nan)
@@ -274,36 +274,31 @@ class Unit:
             param.data = self.nan.expand(param.shape)
 
     def collect(self, param):
-        """Move a gradient into flat_grad."""
-        self.pending.remove(param)
-        if self.flat_grad.untyped_storage().nbytes() == 0:  # this is the first gradient in this backward
-            self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
-            self.flat_grad.zero_()  # for the padding
-        self.grad_views[param].copy_(param.grad.to_dense())
+        """Move a gradient into flat_grad, divided by N, so that the ranks' sum is their average."""
+        storage = self.flat_grad.untyped_storage()
+        if storage.nbytes() == 0:  # this is the first gradient in this backward
+            storage.resize_(self.flat_grad.nbytes)
+            self.flat_grad[-self.n_shards :].zero_()  # the padding, at most
+        torch.mul(param.grad.to_dense(), 1 / self.n_shards, out=self.grad_views[param])
         param.grad = None
 
     def start_reduce_scatter(self):
-        self.received, self.reduce_work = start_reduce_scatter(self.flat_grad)
+        """Exchange flat_grad for `received`, rows that add up to this rank's 1/N of the ranks' average."""
+        rows = self.flat_grad.view(self.n_shards, -1)
+        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
+        is_gloo = dist.get_backend() == "gloo"
+        exchange = dist.all_to_all_single if is_gloo else reduce_scatter
+        self.received = torch.empty_like(rows if is_gloo else rows[:1])
+        self.reduce_work = exchange(self.received, rows, async_op=True)
 
     def finish_reduce_scatter(self):
         self.reduce_work.wait()
         self.flat_grad.untyped_storage().resize_(0)
-        if self.shard.grad is None:
-            self.shard.grad = torch.zeros_like(self.shard)
-        for gradient in self.received:
-            self.shard.grad.add_(gradient, alpha=1 / self.n_shards)  # the ranks' average
+        gradient = self.received.sum(0, dtype=self.shard.dtype)
+        if self.shard.grad is not None:
+            gradient += self.shard.grad
+        self.shard.grad = gradient
         self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
-
-
-def start_reduce_scatter(flat):
-    """Returns (rows, work): after work.wait() the rows add up to this rank's 1/N of the sum of flat."""
-    rows = flat.view(dist.get_world_size(), -1)
-    if dist.get_backend() == "gloo":
-        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
-        received = torch.empty_like(rows)
-        return received, dist.all_to_all_single(received, rows, async_op=True)
-    received = torch.empty_like(rows[:1])
-    return received, reduce_scatter(received, rows, async_op=True)
 
 
 def find_units(module, unit_class):

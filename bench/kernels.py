@@ -7,8 +7,9 @@ Attention (1 sequence, 8 heads of 64) and the loss (GPT-2's vocabulary, width 25
 softmax of --tokens rows and columns, a step of AdamW over 100 tensors of 250 x 200. First all must agree with
 the plain operators; then they take turns, and ms is the median of --rounds.
 
-moved: what all operators read and wrote, as if each went to memory (what a kernel keeps within itself does
-not count). peak: the most that was alive at once of what they made. Neither can be seen inside torch.compile.
+moved: what all operators read and wrote, as tools/watch.py counts it: as if each tensor went to memory (what
+a kernel keeps within itself does not count). peak: the most that was alive at once of what they made. Neither
+can be seen inside torch.compile.
 GFLOP: of matrix products that torch.utils.flop_counter knows.
 """
 
@@ -26,8 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import fusion
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+from watch import tensors_in, touched_by  # noqa: E402
+
+import fusion  # noqa: E402
 
 
 class Moved(TorchDispatchMode):
@@ -40,10 +44,9 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-        made = [x for x in tree_leaves(result) if torch.is_tensor(x)]
-        if not function.is_view:
-            self.moved += sum(x.nbytes for x in (*given, *made))
+        given = tensors_in((args, kwargs))
+        made = tensors_in(result)
+        self.moved += touched_by(function, args, kwargs or {}, result)
         self.storages |= {x.untyped_storage() for x in made} - {x.untyped_storage() for x in given}
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
         return result

@@ -33,7 +33,7 @@ FIRST = "single.py, again"
 DTYPES = ("fp64", "fp32", "bf16")
 LESSONS = ("ddp", "zero3", "tensor_parallel")
 MUTANTS = {  # what is wrong: (lesson, old, new)
-    "ddp, sum instead of mean": ("ddp", "self.flat_grad /= dist.get_world_size()", "pass"),
+    "ddp, sum instead of mean": ("ddp", "1 / dist.get_world_size()", "1"),
     "zero3, norm of own shards": ("zero3", "        dist.all_reduce(squares)\n", ""),
     "tensor_parallel, some counted twice": ("tensor_parallel", "or dist.get_rank() == 0:", "or True:"),
 }

@@ -67,7 +67,7 @@ MUTANTS = [
      check_orders[1], "another order"),
     ("in reversed(params)", "in params", check_buckets, "not as gradients land"),
     ("/ 5 / 2**20", "/ 4 / 2**20", check_buckets, "not fifths"),
-    ("            param.grad = view", "            pass", check_orders[1], "not views of buckets"),
+    ("        param.grad = view", "        pass", check_orders[1], "not views of buckets"),
     ("master.grad = None", "pass", partial(check_ledger, size=2, flags="--dtype bf16"), "gradients: +"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "ddp")

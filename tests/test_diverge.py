@@ -17,8 +17,9 @@ BROKEN = {  # (lesson, old, new): (phase, function)
         "backward",
         "ColumnParallelLinear.backward",
     ),
-    ("ddp", "self.flat_grad /= dist.get_world_size()", "pass"): ("reduction", "Bucket.finish_all_reduce"),
-    ("zero3", "1 / self.n_shards", "1"): ("reduction", "Unit.finish_reduce_scatter"),
+    ("ddp", "1 / dist.get_world_size()", "1"): ("reduction", "Bucket.collect"),
+    ("ddp", "torch._foreach_mul_(grads, ", "_ = (grads, "): ("clip", "DDP.clip_grad_norm_"),
+    ("zero3", "1 / self.n_shards", "1"): ("reduction", "Unit.collect"),
     ("pipeline", "dist.all_reduce(param.grad, group=group)", "pass"): ("reduction", "Pipeline.step"),
     ("pipeline", "dist.all_reduce(squares)", "pass"): ("clip", "Pipeline.clip_grad_norm_"),
     ("ddp", "lr=config.lr", "lr=2 * config.lr"): ("optimizer", "train"),
@@ -84,8 +85,9 @@ def check_ratio(name):
 
 ROWS = [
     ("if not is_close(value, expected, tolerance):", "if False:", check_broken, "nothing differs"),
-    ('phase = "reduction" if summed', 'phase = "clip" if summed', check_broken, "ddp, pass: said ('clip'"),
-    ("is_missing = expected not in coming and", "is_missing = False and", check_broken, "ddp, pass: said"),
+    ('phase = "reduction" if summed', 'phase = "clip" if summed', check_broken, "ddp, 1: said ('clip'"),
+    ("is_missing = expected not in coming and", "is_missing = False and", check_broken,
+     "ddp, _ = (grads, : said"),
     ("expected.repeat_interleave(times), tolerance)", "expected.repeat_interleave(times) + 1, tolerance)",
      check_unbroken, "ddp: forward of"),
     ("ranks**0.5:", "ranks**0.6:", check_ratio, "1.73205 times"),

@@ -654,7 +654,7 @@ MUTANTS = [
     ("ddp", "[param for _, param in module.named_parameters()", "[param for param in module.parameters()",
      row("wrap a module twice"), "error? It is"),
     ("ddp", "if not self.params or ", "if ", row("wrap a module whose"), "all frozen: error? It is"),
-    ("ddp zero2 zero3 hsdp", "copy_(param.grad.to_dense())", "copy_(param.grad)", row("sparse"), "right?"),
+    ("ddp zero1 zero2 zero3 hsdp", "param.grad.to_dense()", "param.grad", row("sparse"), "right?"),
     (ZEROS, "if not all(unit.shard.requires_grad for unit in self.units):", "if 0:", row("freeze"), "error?"),
     (ZEROS, ', "__reduce_ex__")', ")", row("copy or pickle"), "moving average: error?"),
     ("ddp", "__reduce_ex__(self", "reduce(self", row("copy or pickle"), "moving average: error?"),

@@ -115,13 +115,13 @@ same += [zero.check_protected, zero.check_freed_in_time, zero.check_unsynced]
 test_each_promise_is_kept = holds("hsdp", *odd, *same, check_groups, check_replicas, check_timeline)
 ledger_16 = partial(check_ledger, flags="--dtype bf16")
 parity, one_step = (partial(check_parity, size=4, flags=f"--accum 3 --steps {n}") for n in (3, 1))
-ACROSS = "        if self.is_last_backward:\n            self.reducing"
+ACROSS = "        if self.is_last_backward:\n            unit.start"
 MUTANTS = [
     (ACROSS, ACROSS.replace("self.is_last_backward", "True"), check_timeline, "another order"),
     ("device, self.group, replica_group", "device, replica_group, self.group", check_groups, "no neighbours"),
     ("range(i, dist.get_world_size(), shard_size)", "range(i * 2, i * 2 + 2)", check_groups, "other shards"),
     ("dist.get_world_size(self.replica_group)", "1", parity, "norms differ"),
-    ("alpha=1 / self.n_shards", "alpha=1", parity, "norms differ"),
+    ("1 / self.n_shards, out", "1, out", parity, "norms differ"),
     ("out=self.shard.grad", "out=self.total", check_replicas, "a stale replica"),
     ("                unit.finish_all_reduce()", "                pass", check_replicas, "a stale replica"),
     ("model.is_last_backward = i == config.accum", "model.is_last_backward = True", check_ledger, "sent +"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import FORK, TEXT, holds, load, mutants, on_ranks, said, train, world
 
@@ -93,6 +94,46 @@ def check_unknown(name):
     assert len(watch.unknown) == 5 and watch.sent["all-reduce", "wire"] == 16, f"{watch.unknown} {watch.sent}"
 
 
+def check_touched(name):
+    """An operator reads and writes what its schema says; on a CPU, also a wider copy of a large tensor."""
+    watch = load(name)
+    x, y, large = torch.ones(1000), torch.ones(1000), torch.ones(2**20 + 1)
+    for call, expected, what in (
+        (lambda: x + y, 12_000, "two are read, one is made"),
+        (lambda: x.add_(y), 12_000, "two are read, one is written"),
+        (lambda: torch.mul(x, 2, out=y), 8_000, "what out= names is not read"),
+        (lambda: x.copy_(y), 8_000, "a copy"),
+        (lambda: x.zero_(), 4_000, "what is overwritten is not read"),
+        (lambda: x[:].copy_(x[:]), 0, "a copy onto itself"),
+        (lambda: (x.view(10, 100).mT, torch.empty_like(x)), 0, "views and fresh memory"),
+        (lambda: torch._foreach_norm([x, y], dtype=torch.float64), 8_000, "copies that the cache holds"),
+        (lambda: torch._foreach_norm([large], dtype=torch.float64), 20 * large.numel(), "a wider copy"),
+        (lambda: torch._foreach_norm([large]), 4 * large.numel(), "no wider copy"),
+    ):
+        with Seen(watch.touched_by) as seen:
+            call()
+        assert seen.bytes == expected, f"{what}: {seen.bytes} bytes, not {expected}"
+    for options, copies in ({"dtype": torch.float64}, True), ({}, False):
+        with torch.profiler.profile() as inside:
+            torch._foreach_norm([large], **options)
+        casts = "aten::_to_copy" in {event.name for event in inside.events()}
+        assert casts == copies, f"_foreach_norm({options}) does not copy as the meter thinks"
+
+
+class Seen(TorchDispatchMode):
+    """Counts what operators touch."""
+
+    def __init__(self, touched_by):
+        super().__init__()
+        self.touched_by = touched_by
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.bytes += self.touched_by(function, args, kwargs or {}, result)
+        return result
+
+
 @on_ranks(2)
 def check_clock(name):
     """Rank 0 waits, idle, until rank 1 takes part in an all-reduce, and sends; rank 1 never waits."""
@@ -154,7 +195,7 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert code == 0
     written = json.loads((tmp_path / "out.json").read_text())
     keys = "lesson world_size backend device shares_gpu dtype n_params losses grad_norms step_ms held sent"
-    assert list(written) == [*keys.split(), "not counted", "flops", "peak_bytes"]
+    assert list(written) == [*keys.split(), "not counted", "touched", "lines", "flops", "peak_bytes"]
     assert written["not counted"] == {} and "not counted" not in out
     assert written["lesson"] == "zero3" and written["world_size"] == 2 and len(written["losses"]) == 3
     row = written["held"]["parameters"]
@@ -247,6 +288,7 @@ def test_where_finds_ranks_behind_a_wrapper_and_in_a_pod():
 test_formulas_are_read_and_evaluated = holds("tools/letters", check_formulas)
 test_a_wait_for_a_late_rank_is_idle = holds("tools/clock", check_clock)
 test_a_storage_counts_from_birth_to_death_by_what_it_holds = holds("tools/watch", check_watch)
+test_bytes_touched_are_those_of_the_schemas = holds("tools/watch", check_touched)
 test_what_is_not_counted_is_named = holds("tools/watch", check_unknown)
 MUTANTS = [
     ("watch", '("_c10d_functional", ', '("nothing", ', check_unknown, "a functional collective"),
@@ -262,6 +304,17 @@ MUTANTS = [
     ("watch", 'max(most["activations"], alive[None, None])', "0", check_watch, "activations"),
     ("watch", "_pop_mode()", "pass", check_watch, "is still watched"),
     ("watch", "flop_registry.get(", "{}.get(", check_watch, "a product"),
+    ("watch", 'argument.name == "out" or ', "", check_touched, "what out= names"),
+    ("watch", "place_of(read[0]) == place_of(written[0])", "False", check_touched, "a copy onto itself"),
+    ("watch", "function.is_view or UN", "UN", check_touched, "a copy onto itself: 8000"),
+    ("watch", "touched += 2 * tensor", "touched += 0 * tensor", check_touched, "a wider copy"),
+    (
+        "watch",
+        "if narrow and tensor.numel() * width > CACHED",
+        "if narrow",
+        check_touched,
+        "that the cache holds",
+    ),
     ("clock", "max(begin, ready.get(key, begin))", "ready.get(key, begin)", check_clock, "another time"),
     ("clock", "ends[::-1]", "ends", check_clock, "another time"),
     ("letters", '"*" * (is_factor', '"+" * (is_factor', check_formulas, "another value"),

@@ -31,30 +31,38 @@ from collections import namedtuple
 
 # What a step of each lesson takes; docs/results/time.md explains it, tools/clock.py computes it. Of a rank:
 # `compute` FLOPs; `exposed` bytes, those that no computation hides (without such a row: all that are sent);
-# `idle`, as a part of the time that `compute` takes. With the letters of tools/letters.py, and
+# `idle`, as a part of the time that `compute` takes; `touched` bytes that the technique reads and writes.
+# With the letters of tools/letters.py, and
 # Q FLOPs of a token, 6P+12Lhs, a third of them in forward (PaLM, arXiv 2204.02311, appendix B); n (N-1)/N;
 # A bytes that travel in a message's latency; Y those in the whole model's forward of a microbatch; B bytes of
 # ddp.py's last bucket; M FLOPs of a rank's documents in the mean, D those of the rank that has most.
 TIME = """
 single             compute  Qkbs
+single             touched  3wP+4cP                 norm w, clip 2w; MasterWeights 4c
 collectives        compute  Qkbs
 dp_threads         compute  Qkbs                    of a replica, beside the others
 dp_async           compute  Qkbs                    of a worker, beside the others
 ddp                compute  Qkbs
+ddp                touched  (3+2min(k,2))wP+4cP     move and divide 2w each, norm w, clip 2w; MasterWeights 4c
 ddp                exposed  4(N-1)A+max(2nB,2nwP-2Y)    the last bucket, or what backward is too short to hide
 uneven             compute  M                       without padding, and half of attention's scores
 uneven             exposed  4(N-1)A+max(2nB,2nwP-2Y)    as in ddp.py, if the microbatches are full
 uneven             idle     (D-M)/M                 slowest over mean, minus 1
 zero1              compute  Qkbs
 zero1              exposed  6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)    first gather, last reduction
+zero1              touched  3kwP+(5min(k,2)-1)mP/N+3cP/N/2    move 2w or add 3w, sum; norm, clip; cast
 zero2              compute  Qkbs
 zero2              exposed  6(N-1)A+max(nw(E+U),nwP-Y)+kmax(nw(E+U),nwP-2Y)
+zero2              touched  3kwP+4kmP/N+3cP/N/2     move 2w and sum w+m/N, or add to m/N; norm, clip; cast
 zero3              compute  Qkbs
 zero3              exposed  6(N-1)A+kmax(nw(E+U),nwP-min(1,f)Y)+kmax(nw(E+U),nw(2P-E-(1+f)U)-2Y)
+zero3              touched  3kwP+4kmP/N+k(m+w)(2P-E-(1+f)U)/N    as in zero2.py; copy before each gather
 hsdp               compute  Qkbs
 hsdp               exposed  8(N-1)A+2kw(E+U)(F-1)/F+max(2w(U/F)(N-F)/N,2w(P/F)(N-F)/N-2Y)
+hsdp               touched  3kwP+4kmP/F+k(m+w)(2P-E-(1+f)U)/F+(m+w)P/F(1+c/4)    and the nodes' average
 muon               compute  Qkbs+280Lhhh/N          5 x 2pp(2q+p) for a p x q matrix, p <= q
 muon               exposed  6(N-1)A+max(nw(E+U),nwP-Y)+max(nw(E+U),nwP-2Y)
+muon               touched  wP+(5m+c(w+m)/2)((P-H)/N+X)     zero w; of own: cast, divide, norm, clip, cast
 diloco             compute  HQkbs
 diloco             exposed  2n(mP+NA)               without --delay; with it nothing, if H steps take longer
 offload            compute  Qkbs
@@ -83,6 +91,7 @@ zero_r             compute  11Qkbs/9                a second forward
 zero_r             exposed  4(N-1)A+max(knwbsh,knwbshL-3kY)
 fusion             compute  Qkbs
 resume             compute  Qkbs
+resume             touched  3wP+(3m+w)P/N+c(m+w)P/N/4    flatten 2w, norm w; of own: cast, clip, copy
 reshard            compute  Qkbs                    of a trainer; servers only run forward
 survive            compute  Qkbs/N                  k microbatches of all members
 """

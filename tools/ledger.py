@@ -18,6 +18,10 @@ reduce-scatter is listed as one: all over gloo, and those of equal parts of a do
 and "up" are copies by the threads "host" and "upload", between a device and its host, whose memory is what
 these make.
 
+touched: bytes that the technique's operators read and write, on the rank with most: all but the toy model's,
+autograd's own and those in an optimizer's step(). --lines lists them by line of the lesson. What counts as
+read and written stands in tools/watch.py, at touched_by(); formulas, of some lessons, in tools/formulas.py.
+
 ms: what a step takes, from the third on, without the watching (not with --trace): see tools/clock.py; the
 machine's constants are kept in --machine F, by default a file in runs/.
 
@@ -29,6 +33,7 @@ tools/film.py; of the formulas and their letters tools/letters.py.
 import argparse
 import importlib.util
 import json
+import linecache
 import math
 import os
 import sys
@@ -48,7 +53,7 @@ from letters import evaluate, letters_of, parameters_of_stage, read_formulas
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
-from watch import Watch
+from watch import Watch, lines_of_others
 
 NEEDED = ("def parse", "def train", "def print_step", "class GPT")
 HELD = ("parameters", "gradients", "optimizer", "activations", "host")
@@ -57,6 +62,7 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 def run(lesson, config, trace=None, watch=None):
     """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
     watch = watch or Watch()
+    watch.path, watch.others = lesson.__file__, lines_of_others(lesson.__file__)
     watch.reduces = {"reduce-scatter", "all-to-all"} <= read_formulas(lesson, config).keys()
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     loader = "load_microbatches" if hasattr(lesson, "deal") else "microbatches"  # of uneven.py, of all others
@@ -131,9 +137,11 @@ def result_of(lesson, config, watch, history, clock=None):
     ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
-    dist.all_gather_object(everyone, (watch.held(), watch.sent, watch.elements, watch.flops, watch.unknown))
-    held, sent, elements, unknown, computed = Counter(), Counter(), Counter(), Counter(), 0
-    for rank_held, rank_sent, rank_elements, flops, rank_unknown in everyone:
+    own = watch.held(), watch.sent, watch.elements, watch.flops, watch.unknown, watch.touched.total()
+    dist.all_gather_object(everyone, own)
+    held, sent, elements, unknown, computed, touched = Counter(), Counter(), Counter(), Counter(), 0, 0
+    for rank_held, rank_sent, rank_elements, flops, rank_unknown, rank_touched in everyone:
+        touched = max(touched, rank_touched)
         unknown |= rank_unknown
         computed = max(computed, flops)
         held |= rank_held
@@ -163,7 +171,10 @@ def result_of(lesson, config, watch, history, clock=None):
             name = "reduce-scatter"
         result["sent"].setdefault(name, {"formula": 0})[what] = number
     of_time = read_formulas(lesson, config, True)
+    result |= {"touched": {}, "lines": dict(watch.touched.most_common())}  # lines: of this rank
     result["flops"] = {"formula": evaluate(of_time.get("compute", "0"), letters), "measured": computed}
+    if "touched" in of_time:
+        result["touched"]["touched"] = {"formula": evaluate(of_time["touched"], letters), "measured": touched}
     result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
     if clock:
         result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
@@ -171,7 +182,7 @@ def result_of(lesson, config, watch, history, clock=None):
 
 
 def show(result, formulas):
-    for part, column in (("held", "measured"), ("sent", "wire")):
+    for part, column in (("held", "measured"), ("sent", "wire"), ("touched", "measured")):
         if result[part]:
             print(f"{part:<18}{'formula':<28}{'expected':>12}{'measured':>12}")
         for name, row in result[part].items():
@@ -298,6 +309,7 @@ def main():
     parser.add_argument("--json")
     parser.add_argument("--trace")
     parser.add_argument("--film")
+    parser.add_argument("--lines", action="store_true")
     parser.add_argument("--machine")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--rank", type=int, default=0)
@@ -327,6 +339,8 @@ def main():
             write(given.film, film, lesson, flags)
     if given.ranks or dist.get_rank() == 0:
         show(result, read_formulas(lesson, config) | read_formulas(lesson, config, True))
+        for line, size in result["lines"].items() if given.lines else ():
+            print(f"  {size / 1e6:>10.2f} MB{line:>5}: {linecache.getline(given.lesson, line).strip()}")
         if given.json:
             keep(given.json, json.dumps(result))
     dist.destroy_process_group()
