@@ -51,12 +51,12 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
     ("dp_async", "asp, inf ahead", """
         return self.clocks[worker] <= min(self.clocks) + min(self.most_ahead, 2)
      """),
-    ("ddp", "the gradient norm of step 1 is 2.000 times", "pass"),
-    ("ddp", "the gradient norm of step 1 is 0.500 times", "self.flat_grad /= 2"),
+    ("ddp", "the gradient norm of step 1 is 2.000 times", "view.copy_(grad)"),
+    ("ddp", "the gradient norm of step 1 is 0.500 times", "torch.mul(grad, 1 / 2, out=view)"),
     ("ddp-buckets", "7 buckets of parameters", "return [[param] for param in reversed(params)]"),
     ("ddp-buckets", "1 buckets of parameters", "return [list(reversed(params))]"),
     ("ddp-overlap", "matrix products while one travels", """
-        bucket.collect(param)
+        bucket.collect(param, self.is_last_backward)
         if self.is_last_backward and not self.waiting:
             self.waiting.extend(self.buckets)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -68,11 +68,10 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         pass
         ---
         dist.all_reduce(self.flat_grad)
-        self.flat_grad /= dist.get_world_size()
         self.pending.update(self.params)
      """),
     ("ddp-overlap", "is added to another layer's", """
-        bucket.collect(param)
+        bucket.collect(param, self.is_last_backward)
         if not self.is_last_backward:
             return
         if not self.waiting:
@@ -108,7 +107,9 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         return n_tokens, number.item()
      """),
     ("zero1", "while one travels", """
-        self.received, self.reduce_work = start_reduce_scatter(self.flat_grad)
+        rows = self.flat_grad.view(self.n_shards, -1)
+        self.received = torch.empty_like(rows)
+        self.reduce_work = dist.all_to_all_single(self.received, rows, async_op=True)
         self.reduce_work.wait()
         ---
         ...
@@ -117,10 +118,7 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         ...
         ---
         self.reduce_work.wait()
-        self.own_grad.copy_(self.received.sum(0))
-        for other in self.flat_grad.chunk(self.n_shards):
-            if other.data_ptr() != self.own_grad.data_ptr():
-                other.zero_()
+        self.shard.grad = self.received.sum(0)
         self.received = None
      """),
     ("zero1-gather", "while one travels", """
@@ -144,18 +142,16 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         return [(submodule, params) for submodule, params in units.items() if params]
      """),
     ("zero2", "bytes held, gradients", """
-        self.pending.remove(param)
         if self.flat_grad.untyped_storage().nbytes() == 0:
             self.flat_grad.untyped_storage().resize_(self.flat_grad.nbytes)
-        if len(self.pending) == len(self.params) - 1:
             self.flat_grad.zero_()
-        self.grad_views[param].copy_(param.grad.to_dense())
+        torch.mul(param.grad.to_dense(), 1 / self.n_shards, out=self.grad_views[param])
         param.grad = None
         ---
         self.reduce_work.wait()
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
-        self.shard.grad += self.received.sum(0) / self.n_shards
+        self.shard.grad += self.received.sum(0)
         self.received = None
      """),
     ("zero2", "3 microbatches: losses and gradient norms", """
@@ -163,7 +159,7 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         ---
         self.reduce_work.wait()
         self.flat_grad.untyped_storage().resize_(0)
-        self.shard.grad = (self.received.sum(0) / self.n_shards).to(self.shard.dtype)
+        self.shard.grad = self.received.sum(0).to(self.shard.dtype)
         self.received = None
      """),
     ("zero3", "bytes held, parameters", """
@@ -214,7 +210,7 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         self.reduce_work.wait()
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
-        self.shard.grad += self.received.sum(0) / self.n_shards
+        self.shard.grad += self.received.sum(0)
      """),
     ("hsdp", "while one travels", """
         self.total = self.shard.grad.to(self.own_param.dtype)
@@ -599,8 +595,8 @@ HONEST = [  # (exercise, answer)
         ahead = self.clocks[worker] - slowest
         return not ahead > self.most_ahead
      """),
-    ("ddp", "self.flat_grad.div_(dist.get_world_size())"),
-    ("ddp", "self.flat_grad.mul_(1 / dist.get_world_size())"),
+    ("ddp", "torch.div(grad, dist.get_world_size(), out=view)"),
+    ("ddp", "view.copy_(grad).div_(dist.get_world_size())"),
     ("ddp-buckets", """
         if cap_mb is None:
             cap_mb = min(sum(param.nbytes for param in params) / 5 / 2**20, 25)
@@ -628,7 +624,7 @@ HONEST = [  # (exercise, answer)
         return done + [current] * bool(current)
      """),
     ("ddp-overlap", """
-        bucket.collect(param)
+        bucket.collect(param, self.is_last_backward)
         if self.is_last_backward:
             if len(self.waiting) == 0:
                 for each in self.buckets:
@@ -641,7 +637,6 @@ HONEST = [  # (exercise, answer)
                 first = self.waiting.popleft()
                 first.start_all_reduce()
         ---
-        self.flat_grad /= dist.get_world_size()
         self.work = dist.all_reduce(self.flat_grad, async_op=True)
         ---
         self.work.wait()
@@ -649,7 +644,7 @@ HONEST = [  # (exercise, answer)
         self.pending = set(self.params)
      """),
     ("ddp-overlap", """
-        bucket.collect(param)
+        bucket.collect(param, self.is_last_backward)
         if not self.is_last_backward:
             return
         if not self.waiting:
@@ -667,7 +662,6 @@ HONEST = [  # (exercise, answer)
         self.work = dist.all_reduce(self.flat_grad, op=dist.ReduceOp.SUM, async_op=True)
         ---
         self.work.wait()
-        self.flat_grad.mul_(1.0 / dist.get_world_size())
         self.pending |= set(self.params)
      """),
     ("uneven", "microloss = sum_of_losses(model(inputs, positions), targets) / n_tokens.item()"),
@@ -696,21 +690,27 @@ HONEST = [  # (exercise, answer)
         ...
         ---
         self.reduce_work.wait()
-        self.flat_grad.zero_()
-        self.shard.grad.add_(self.received.sum(0))
+        total = self.received[0].to(self.shard.dtype, copy=True)
+        for row in self.received[1:]:
+            total += row
+        self.shard.grad = total if self.shard.grad is None else self.shard.grad + total
         self.received = None
      """),
     ("zero1", """
-        self.received, self.reduce_work = start_reduce_scatter(self.flat_grad)
+        rows = self.flat_grad.view(self.n_shards, -1)
+        if dist.get_backend() == "gloo":
+            self.received = torch.empty_like(rows)
+            self.reduce_work = dist.all_to_all_single(self.received, rows, async_op=True)
+        else:
+            self.received = torch.empty_like(rows[:1])
+            self.reduce_work = reduce_scatter(self.received, rows, async_op=True)
         ---
         self.reduce_work.wait()
         self.reduce_work = None
-        total = self.received[0].to(self.shard.dtype)
-        for row in self.received[1:]:
-            total = total + row
-        old = self.shard.grad.clone() if self.shard.dtype != self.flat_grad.dtype else 0
-        self.flat_grad.zero_()
-        self.shard.grad.copy_(old + total)
+        if self.shard.grad is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        for row in self.received:
+            self.shard.grad += row
         del self.received
      """),
     ("zero1-gather", """
@@ -762,17 +762,16 @@ HONEST = [  # (exercise, answer)
         return [(module, left), *found] if left else found
      """),
     ("zero2", """
-        self.pending.discard(param)
         storage = self.flat_grad.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.flat_grad.numel() * self.flat_grad.element_size())
             self.flat_grad.fill_(0)
-        self.grad_views[param].copy_(param.grad)
+        self.grad_views[param].copy_(param.grad).div_(self.n_shards)
         param.grad = None
         ---
         self.reduce_work.wait()
         self.flat_grad.untyped_storage().resize_(0)
-        mean = self.received.sum(0) / self.n_shards
+        mean = self.received.sum(0)
         if self.shard.grad is None:
             self.shard.grad = mean.to(self.shard.dtype)
         else:
@@ -786,7 +785,7 @@ HONEST = [  # (exercise, answer)
         self.flat_grad.untyped_storage().resize_(0)
         total = torch.zeros_like(self.shard) if self.shard.grad is None else self.shard.grad
         for row in self.received:
-            total += row / self.n_shards
+            total += row
         self.shard.grad = total
         del self.received
      """),
@@ -851,19 +850,18 @@ HONEST = [  # (exercise, answer)
         ---
         ...
         ---
-        self.pending.discard(param)
         storage = self.flat_grad.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.flat_grad.nbytes)
             self.flat_grad.zero_()
-        self.grad_views[param].copy_(param.grad)
+        self.grad_views[param].copy_(param.grad).div_(self.n_shards)
         param.grad = None
         ---
         ...
         ---
         self.reduce_work.wait()
         self.flat_grad.untyped_storage().resize_(0)
-        mean = self.received.sum(0) / self.n_shards
+        mean = self.received.sum(0)
         self.shard.grad = mean.to(self.shard) if self.shard.grad is None else self.shard.grad + mean
         self.received = None
      """),
@@ -871,7 +869,6 @@ HONEST = [  # (exercise, answer)
         rank = dist.get_rank()
         self.n_shards = dist.get_world_size()
         self.params = params
-        self.pending = set(params)
         flat = torch.cat([param.data.reshape(-1) for param in params]).to(device)
         padding = -flat.numel() % self.n_shards
         self.flat_param = torch.cat([flat, flat.new_zeros(padding)])

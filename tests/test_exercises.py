@@ -206,7 +206,7 @@ def test_what_grows_is_what_a_run_says(folder):
     assert ddp.count(mutant[0]) == 1
     with mock.patch.object(foresee, "draw_mutant", lambda *_: mutant):
         out = answered(lambda: print(foresee.ask_mutant("ddp", random)), "1", "2")
-    assert "+            param.grad = view * 2" in out and out.endswith("True\n"), out
+    assert "+        param.grad = view * 2" in out and out.endswith("True\n"), out
     assert said(lambda: learn.predict("zero9", 1))[2] == 2
 
 
