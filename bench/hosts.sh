@@ -27,8 +27,8 @@ python=${PYTHON:-python3} # one that has torch
 children=()
 
 clean_up() {
-    trap - EXIT
     trap '' HUP INT TERM # a second signal ends the hosts, too, but not this
+    trap - EXIT
     [ ${#children[@]} = 0 ] || kill "${children[@]}" 2>/dev/null || true
     wait 2>/dev/null || true
     for ((host = 0; host < hosts; host++)); do
@@ -38,7 +38,7 @@ clean_up() {
     ip link del "$name" 2>/dev/null || true
 }
 trap clean_up EXIT
-trap 'exit 130' HUP INT TERM
+trap 'trap "" HUP INT TERM; exit 130' HUP INT TERM
 
 ip link add "$name" type bridge
 ip link set "$name" up

@@ -258,7 +258,8 @@ def test_where_names_the_rank_that_is_not_with_the_others(tmp_path):
     with ExitStack() as stack:
         ranks = []
         for rank in "012":
-            environment = os.environ | {"RANK": rank, "WORLD_SIZE": "3"}
+            environment = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3"}
+            environment["MASTER_PORT"] = str(os.getpid())  # a job of its own, whatever else runs here
             ranks.append(stack.enter_context(subprocess.Popen(command, env=environment, **QUIET)))
             stack.callback(ranks[-1].kill)
         while not re.search(late, seen):
