@@ -61,7 +61,7 @@ ddp-buckets           | fill_buckets | 15 | last parameters first; a bucket ends
 ddp-overlap           | DDP._gradient_ready Bucket.start_all_reduce Bucket.finish_all_reduce | 30 | overlap
 uneven                | sum_of_losses(model(inputs, positions), targets) / n_tokens | 5 | one division for all
 uneven-agree          | agree | 20 | two all-reduces; whoever has fewer microbatches adds empty ones
-zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs 1/N of it, summed
+zero1                 | Unit.start_reduce_scatter Unit.finish_reduce_scatter | 20 | each needs its 1/N, summed
 zero1-gather          | Unit.start_all_gather Unit.wait_all_gather | 15 | the others lack this rank's 1/N
 zero1-units           | find_units | 15 | a unit for each block; the rest is the root's
 zero2                 | Unit.collect Unit.finish_reduce_scatter | 25 | gradients live until they are sent
