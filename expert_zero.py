@@ -76,7 +76,7 @@ class ExpertZeRO:
         self.module = module
         self.ep_group = ep_group  # the ranks that share experts; expert_dp_group: those that have the same
         self.units = []  # in the order in which their forwards begin: the root, a block, its experts ...
-        self.reducing = []  # units whose gradients are travelling
+        self.reducing = []  # the units whose gradients are travelling
         self.has_optimizer = False  # until somebody asks for parameters()
         taken = set()
         for submodule in reversed([*module.modules()]):  # experts before their block, the root last

@@ -72,7 +72,7 @@ class HSDP(nn.Module):
         self.group, replica_group = make_groups(shard_size)
         self.has_optimizer = False  # until somebody asks for parameters()
         self.waiting = set()  # during backward: the parameters that do not have their gradient yet
-        self.reducing = []  # the unit whose gradients are travelling
+        self.reducing = []  # the units whose gradients are travelling
         # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
         # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
         self.units = []

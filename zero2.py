@@ -79,7 +79,7 @@ class ZeRO2(nn.Module):
         self.accumulating = False  # between the backwards of a step: there are no new weights then
         self.has_optimizer = False  # until somebody asks for parameters()
         self.waiting = set()  # during backward: the parameters that do not have their gradient yet
-        self.reducing = []  # the unit whose gradients are travelling
+        self.reducing = []  # the units whose gradients are travelling
         # All ranks start from rank 0's weights and buffers.
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)

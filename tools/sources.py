@@ -8,9 +8,7 @@ import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-AS_COMMITTED = (
-    False  # learn.py's: what a learner has edited is no lesson. Other tools take the files as they are
-)
+AS_COMMITTED = False  # learn.py sets it, as learners edit lessons; other tools take the files as they are
 
 
 @functools.cache
