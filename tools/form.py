@@ -67,7 +67,7 @@ FORM = {
 DIFFS = {  # changed lines between neighbours, whose difference is the technique and almost nothing else
     "ddp uneven": 208,  # ddp.py divides in the pass that moves a gradient, uneven.py nowhere
     "ddp zero1": 341,
-    "zero1 zero2": 86,
+    "zero1 zero2": 82,
     "zero2 zero3": 204,
     "zero3 hsdp": 168,
     "tensor_parallel sequence_parallel": 166,
