@@ -230,6 +230,22 @@ def test_what_it_cannot_do_ends_in_one_line(arguments, problem, tmp_path):
     assert len(lines) == 1 and lines[0].startswith(f"ledger.py: {problem}") and code == 2, lines
 
 
+def run_on_a_shared_gpu(arguments):
+    gpu = {"device_count": lambda: 1, "max_memory_allocated": lambda device: 5 if device.type == "cuda" else 0}
+    nccl, share = mock.patch.object(dist, "get_backend", lambda: "nccl"), {"LOCAL_WORLD_SIZE": "2"}
+    with mock.patch.multiple(torch.cuda, **gpu), nccl, mock.patch.dict(os.environ, share):
+        return run_main(arguments)
+
+
+def test_no_time_is_taken_where_ranks_share_a_gpu(tmp_path):
+    """And the device is the lesson's, also of ranks that hold nothing on it: all must go on to the same."""
+    command = f"--json {tmp_path}/out.json ddp.py {EVEN} --device cpu --steps 3"
+    assert world(1).run(run_on_a_shared_gpu, command)[0][2] == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["device"], written["shares_gpu"], written["peak_bytes"]) == ("cuda", True, 5)
+    assert "ms" not in written and "machine" not in written
+
+
 def test_a_finished_checkpoint_leaves_nothing_to_watch(tmp_path):
     command = f"resume.py {EVEN} --every 1 --checkpoint {tmp_path}/c"
     assert world(1).run(run_main, command)[0][2] == 0

@@ -134,7 +134,8 @@ def blocks_of(layout, rank):
 
 def result_of(lesson, config, watch, history, clock=None):
     """What --json writes: the most of any rank, with the formulas' values."""
-    ranks, backend, device = dist.get_world_size(), dist.get_backend(), watch.leaves[0].device
+    ranks, backend = dist.get_world_size(), dist.get_backend()
+    device = torch.device("cuda" if backend == "nccl" else "cpu")  # leaves may be on the host
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
     own = watch.held(), watch.sent, watch.elements, watch.flops, watch.unknown, watch.touched.total()
@@ -176,7 +177,7 @@ def result_of(lesson, config, watch, history, clock=None):
     if "touched" in of_time:
         result["touched"]["touched"] = {"formula": evaluate(of_time["touched"], letters), "measured": touched}
     result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
-    if clock:
+    if clock and not result["shares_gpu"]:  # there they take turns, and every time is that of the turns
         result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
     return result
 
