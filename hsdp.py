@@ -304,7 +304,7 @@ class Unit:
     def finish_all_reduce(self):
         self.all_reduce_work.wait()
         torch.div(self.total, dist.get_world_size(self.replica_group), out=self.shard.grad)
-        self.total = None
+        self.total = self.all_reduce_work = None  # over NCCL a work keeps its tensor
 
 
 def make_groups(shard_size):

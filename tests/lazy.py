@@ -217,7 +217,7 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         dist.all_reduce(self.total, group=self.replica_group)
         ---
         self.shard.grad.copy_(self.total / dist.get_world_size(self.replica_group))
-        self.total = None
+        self.total = self.all_reduce_work = None
      """),
     ("hsdp", "losses and gradient norms are the plain loop's", "pass\n---\npass"),
     ("muon", "FLOPs for a matrix of", """
@@ -903,7 +903,7 @@ HONEST = [  # (exercise, answer)
         self.all_reduce_work.wait()
         self.shard.grad.copy_(self.total)
         self.shard.grad /= dist.get_world_size(self.replica_group)
-        self.total = None
+        self.total = self.all_reduce_work = None
      """),
     ("hsdp", """
         self.total = self.shard.grad.to(self.own_param.dtype) / dist.get_world_size(self.replica_group)
@@ -912,7 +912,7 @@ HONEST = [  # (exercise, answer)
         self.all_reduce_work.wait()
         self.all_reduce_work = None
         self.shard.grad = self.total.to(self.shard.dtype)
-        self.total = None
+        self.total = self.all_reduce_work = None
      """),
     ("muon", """
         turned = X.shape[0] > X.shape[1]

@@ -231,7 +231,7 @@ def test_what_it_cannot_do_ends_in_one_line(arguments, problem, tmp_path):
 
 
 def run_on_a_shared_gpu(arguments):
-    gpu = {"device_count": lambda: 1, "max_memory_allocated": lambda device: 5 if device.type == "cuda" else 0}
+    gpu = {"device_count": lambda: 1, "max_memory_allocated": lambda: 5}
     nccl, share = mock.patch.object(dist, "get_backend", lambda: "nccl"), {"LOCAL_WORLD_SIZE": "2"}
     with mock.patch.multiple(torch.cuda, **gpu), nccl, mock.patch.dict(os.environ, share):
         return run_main(arguments)

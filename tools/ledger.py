@@ -135,7 +135,7 @@ def blocks_of(layout, rank):
 def result_of(lesson, config, watch, history, clock=None):
     """What --json writes: the most of any rank, with the formulas' values."""
     ranks, backend = dist.get_world_size(), dist.get_backend()
-    device = torch.device("cuda" if backend == "nccl" else "cpu")  # leaves may be on the host
+    device = "cuda" if backend == "nccl" else "cpu"  # of the lesson, whose leaves may be on the host
     everyone = [None] * ranks
     ranks = getattr(config, "replicas", 0) or getattr(config, "workers", 0) or ranks
     own = watch.held(), watch.sent, watch.elements, watch.flops, watch.unknown, watch.touched.total()
@@ -153,9 +153,9 @@ def result_of(lesson, config, watch, history, clock=None):
     if hasattr(config, "tp"):
         letters["R"] = max(parameters_of_stage(config, letters, stage) for stage in range(config.pp))
     letters["G"] = min(letters["G"], letters["R"])  # a process may have replicas
-    result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device.type}
+    result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    result |= {"shares_gpu": device.type == "cuda" and local > torch.cuda.device_count()}
+    result |= {"shares_gpu": device == "cuda" and local > torch.cuda.device_count()}
     result |= {"dtype": config.dtype, "n_params": letters["P"], **history, "held": {}, "sent": {}}
     if len(history["losses"]) == 1:
         unknown["later step, in which an optimizer has states"] += 1
@@ -176,7 +176,7 @@ def result_of(lesson, config, watch, history, clock=None):
     result["flops"] = {"formula": evaluate(of_time.get("compute", "0"), letters), "measured": computed}
     if "touched" in of_time:
         result["touched"]["touched"] = {"formula": evaluate(of_time["touched"], letters), "measured": touched}
-    result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held["all"]
+    result["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else held["all"]
     if clock and not result["shares_gpu"]:  # there they take turns, and every time is that of the turns
         result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
     return result
