@@ -164,14 +164,15 @@ def test_there_are_as_many_exercises_as_README_says():
 
 
 def test_the_measured_numbers_on_README_stand_in_the_results():
-    results = {name: (ROOT / f"docs/results/{name}.md").read_text() for name in ("speed", "gpu", "plan")}
-    for page, pattern in {
-        "speed": r"ddp\.py \| torch DDP \| 1\.04 \|", "gpu": r"DDP, defaults .* 1\.12 |FSDP2 +1 .* 0\.8999 ",
-        "plan": r"12\.7 ms.*44\.3 ms",
-    }.items():  # fmt: skip
-        assert re.search(pattern, results[page]), page
-    assert re.search(r"FSDP2.*explicit prefetch.*\| 0\.75; [\d.; ]+ \| 0\.56;", results["speed"])
-    assert re.search(r"torch\.distributed\.pipelining.*\| 0\.96 \|", results["speed"])
+    speed, plan = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("speed", "plan"))
+    rows = json.loads((ROOT / "docs/results/gpu.json").read_text())["models"]
+    gpt2, xl = ({row["title"]: row["ratio"] for row in rows[size]} for size in ("gpt2", "gpt2-xl"))
+    assert f"nothing travels: {gpt2['torch DDP, defaults']:.2f})" in README
+    assert f"(on that H200: {gpt2['FSDP2']:.2f}, gpt2-xl {xl['FSDP2']:.2f})" in README
+    ideal, took = map(int, re.search(r"on one H200 (\d+) ms, where `zero3.py` took (\d+)", README).groups())
+    assert f"| {ideal} ms, MFU 62 % | zero3.py {took} ms, 48 % |" in plan
+    assert re.search(r"FSDP2.*explicit prefetch.*\| 0\.75; [\d.; ]+ \| 0\.56;", speed)
+    assert re.search(r"torch\.distributed\.pipelining.*\| 0\.96 \|", speed)
 
 
 def test_every_letter_of_a_formula_is_explained():
