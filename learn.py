@@ -46,7 +46,7 @@ TRACKS = {  # "all" is the third
         tensor_parallel context_parallel pipeline pipeline-actions checkpointing""",
 }
 # Of tools/trouble.py's runs.
-COSTS = {"1 rank": 1, "2 ranks": 2, "3 ranks": 3, "3 microbatches": 6, "bf16": 2}
+COSTS = {"1 rank": 1, "2 ranks": 2, "3 ranks": 3, "4 ranks": 4, "3 microbatches": 6, "bf16": 2}
 # name: a lesson, or a part of it | missing: bodies, or the line with this piece | minutes | hint
 PATH = """
 single                | / config.accum | 5 | a microbatch's loss: gradients add up, and a mean is wanted
@@ -305,7 +305,7 @@ def add_to(name, what, done=False):
 
 def check(name):
     """Say which promises an exercise's file keeps, up to the first that it breaks."""
-    from promises import promises
+    from promises import SECONDS, promises
 
     lesson, before, _ = made(name)
     path = EXERCISES / f"{name}.py"
@@ -313,6 +313,7 @@ def check(name):
         refuse(f"exercises/{name}.py: not there yet; fill, bug or catch writes it")
     promised = catch_promises if name.startswith("catch") else promises
     problem = None
+    print(f"What hangs is stopped after {SECONDS} seconds.", flush=True)
     for promise, problem in promised(str(path), lesson):
         print(f"{'no: ' if problem else 'yes:'} {promise}")
         if problem:
@@ -446,7 +447,7 @@ def list_path(track):
         print(f"{each:<8}{done:>3} of {len(names)} done, {sum(map(minutes.get, names))} min in all")
     shown = sum(map(bool, json.loads(SYMPTOMS.read_text()).values()))
     found = sum(name.startswith("bug") and entry["done"] for name, entry in progress.items())
-    print(f"bugs   {found:>4} of {shown} found: python learn.py bug")
+    print(f"bugs   {found:>4} of {shown} found: python learn.py bug; others: catch 1, predict zero3")
     if upcoming:
         print(f"\nNext: python learn.py fill {upcoming}; then read exercises/{upcoming}.py from the top")
     if not any(entry["done"] for entry in progress.values()):
