@@ -21,6 +21,7 @@ is kept in your home folder, in .local/state/rankzero.json. Exercises are of the
 
 import argparse
 import ast
+import importlib.util
 import json
 import os
 import random
@@ -258,8 +259,9 @@ def write(name, again):
         alone = lesson in ("single", "dp_threads", "dp_async", "survive")  # start their own workers, if any
         shown = words.splitlines()[-1] if name.startswith("bug") else ""  # the promise that it breaks
         ranks = re.search(r"(\d+) rank|$", shown)[1] or 2
-        command = "python" if alone else f"python -m torch.distributed.run --nproc_per_node={ranks}"
-        flags = " --batch 12" * (ranks == "3") + " --dtype bf16" * ("bf16" in shown)
+        python = "python" if importlib.util.find_spec("torch") else ".venv/bin/python"
+        command = python if alone else f"{python} -m torch.distributed.run --nproc_per_node={ranks}"
+        flags = " --batch 12" * bool(shown) + " --dtype bf16" * ("bf16" in shown)
         flags += " --train" * (lesson == "collectives") + " --accum 3" * ("microbatches" in shown)
         run_it = f"{command} exercises/{name}.py --steps 3{flags}"
         say(f"To see what it prints, which check does not show: {run_it}")
@@ -317,7 +319,7 @@ def check(name):
         refuse(f"exercises/{name}.py: not there yet; fill, bug or catch writes it")
     promised = catch_promises if name.startswith("catch") else promises
     problem = None
-    print(f"About ten seconds on two idle cores; what hangs is stopped after {SECONDS}.", flush=True)
+    print(f"Ten seconds on two idle cores, or more; a run that hangs is stopped after {SECONDS}.", flush=True)
     for promise, problem in promised(str(path), lesson):
         print(f"{'no: ' if problem else 'yes:'} {promise}")
         if problem:
@@ -328,6 +330,9 @@ def check(name):
     if name in on_track("all"):
         then = f"hint {name}" if problem else f"compare {name}, then python learn.py"
         print(f"Next: python learn.py {then}")
+    for track in TRACKS:
+        if name in on_track(track) and all(is_done(each, read_progress()) for each in on_track(track)):
+            print(f"The track '{track}' is done.")
     if problem and name.startswith("bug") and attempts >= 2:
         say(hint(str(path), lesson, promise, attempts))
     if name.startswith("bug") and not problem:
@@ -438,7 +443,8 @@ def list_path(track):
         refuse(f"path {track}: must be one of {', '.join(TRACKS)}, all")
     notes = read_notes()
     minutes = {name: int(minutes) for name, _, minutes, _ in read_path()}
-    print(f"The track '{track}'. Minutes are guesses, without reading.\n\n{'needs first':>43}")
+    print(f"The track '{track}'. Minutes are guesses, without reading. Progress is in {PROGRESS}.")
+    print(f"\n{'needs first':>43}")
     for name in on_track(track):
         state = "done" if is_done(name, progress) else "next" if name == upcoming else ""
         print(f"{state:<5}{name:<24}{minutes[name]:>3} min{'':5}{notes[name][0]}")
@@ -558,7 +564,7 @@ def run():
     except ModuleNotFoundError as missing:
         venv = ROOT / ".venv"
         if Path(sys.prefix) == venv or not (venv / "bin" / "python").exists():
-            refuse(f"{missing.name} is missing: ./run.sh single installs it once, then try again")
+            refuse(f"{missing.name} is missing: ./run.sh setup installs it once, in .venv")
         os.execv(venv / "bin" / "python", [venv / "bin" / "python", *sys.argv])
 
 

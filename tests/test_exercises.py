@@ -146,7 +146,11 @@ def test_a_bug_says_how_to_see_it(folder):
         ("single-3bc2", "python "),
     ):
         out, *_ = said(lambda name=name: learn.write(f"bug-{name}", False))
-        assert wanted in re.sub(r"\s+", " ", out.partition("To see")[2]), out
+        command = re.sub(r"\s+", " ", out.partition("To see")[2])
+        ranks, accum = (
+            int((re.search(f"{name} ?=?(\\d)", command) or "11")[1]) for name in ("node", "accum")
+        )
+        assert wanted in command and "--batch 12" in command and 12 % (ranks * accum) == 0, out
 
 
 def test_next_is_the_shortest_track_that_is_not_done():
