@@ -52,23 +52,24 @@ import sys
 from pathlib import Path
 
 from tools.formulas import (
+    TIME,
     WIDTHS,
     Shape,
     activations,
     context_wire,
     exposed,
     idle,
-    layer_activations,
     letters_of_experts,
     letters_of_job,
     link,
     most_ranks,
     near,
     parameters,
+    passed,
     tensor_wire,
     whole_model,
 )
-from tools.letters import bytes_of
+from tools.letters import bytes_of, evaluate
 
 SIZES = {
     "toy": "8 8 64 64 256",
@@ -79,22 +80,26 @@ SIZES = {
 }
 # Bekman, ML Engineering (github.com/stas00/ml-engineering): data sheets, but of --tflops what the best matrix
 # product reaches, and 80% of the GB/s one way of NVLink and of a network card, as it says of all-reduces.
+# Of --hbm-gbps what STREAM's triad reaches (github.com/Azure/AI-benchmarking-guide), of a B200 its data sheet.
 FIGURES = "peak_tflops tflops gpu_gb hbm_gbps gbps gbps_nodes".split()
 GPUS = {
-    "h100": "989 794.5 80 3350 360 40",
-    "h200": "989 794.5 141 4800 360 40",
-    "a100": "312 271.2 80 2000 240 20",
+    "h100": "989 794.5 80 2970 360 40",
+    "h200": "989 794.5 141 4150 360 40",
+    "a100": "312 271.2 80 1700 240 20",
     "b200": "2250 1745 180 8000 720 40",
 }
 RECOMPUTE = ("none", "selective", "full")
 STAGES_OF_A_RANK = {"1f1b": 1, "zb-v": 2}
-total = operator.itemgetter("sum")
+peak, total = operator.itemgetter("peak"), operator.itemgetter("sum")
 HELD = "parameters", "gradients", "optimizer"
 MOST = 20_000  # rows that are tried
 ZERO = {"DP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3, "HSDP": 3, "DiLoCo": 0, "EP": 0, "ZeRO-3 + EP": 3}
 ZERO["Muon"] = 1
 LESSONS = "ddp zero1 zero2 zero3 hsdp diloco expert_parallel expert_zero muon".split()
 LESSONS = dict(zip(ZERO, LESSONS))
+BUCKETS = "ddp", "zero1", "muon"  # keep 16-bit gradients from step to step
+TOUCHED = dict(re.findall(r"^(\w+) +touched +(\S+)", TIME, re.M))
+UNALIGNED = 10  # times as long take products of rows that are no multiple of 16 bytes (docs/results/plan.md)
 
 
 class Rank:
@@ -138,12 +143,17 @@ def replica(job, tensor, pipeline, stage):
     flash = job.attention != "math"
     in_flight = min(microbatches, pipeline - stage * (stages == 1))  # arXiv 2104.04473, section 2.2
     chunk = 1024 if job.attention == "fused" else math.inf
-    rank.activations = activations(own, batch, job.recompute, *split, flash, in_flight, ends, chunk)
+    rank.activations = activations(own, batch, job.recompute, *split, flash, in_flight, ends, chunk, 12)
     tokens = batch * own.seq
+    vocab = -(-shape.vocab // tensor)
+    logits = ends[1] * tokens * vocab
     attention = rank.compute(4 * tokens * own.layers * shape.seq * shape.hidden / tensor, 0)
-    moved = 2 * own.layers * layer_activations(own, batch, "none", *split, flash)
-    rank.forward = attention + rank.compute(2 * tokens * rank.params, moved)
-    again = {"none": 0, "selective": attention * (not flash), "full": rank.forward}
+    products = 2 * tokens * rank.params
+    layers = attention + rank.compute(products, passed(own, batch, 0, *split, flash))
+    again = {"none": 0, "selective": attention * (not flash), "full": layers}
+    if vocab % 8:
+        products += (UNALIGNED - 1) * 2 * logits * shape.hidden
+    rank.forward = attention + rank.compute(products, passed(own, batch, logits, *split, flash))
     rank.backward = 2 * rank.forward + again[job.recompute]
     rank.ms["computation"] = microbatches * (rank.forward + rank.backward)
     travel(rank, own, split, pipeline, len({0, pipeline - 1} - {stage}) * stages, 3 * attention)
@@ -201,23 +211,33 @@ def divide(job, kind, rank, data, neighbours):
         rank.ms[where] += late / speed
         rank.send(across, data // group, near(job, group), max(0, rank.backward - 2 * gathered / speed))
     newton_schulz = letters["H"] * 70 / 3 * job.shape.hidden / data if kind == "Muon" else 0
-    moved = 2 * held["optimizer"] * (1 + letters["c"] / letters["K"])  # and fp32 weights
+    # AdamW reads gradients, and reads and writes its states and fp32 weights.
+    moved = held["optimizer"] * (2 + 3 * letters["m"] / letters["K"])
+    if lesson not in TOUCHED:  # as single.py's, for the parameters that the rank updates
+        letters["P"] = held["optimizer"] / letters["K"]
+    moved += evaluate(TOUCHED.get(lesson, TOUCHED["single"]), letters)
     rank.ms["computation"] += rank.compute(newton_schulz, moved)
     rank.held = held | {"activations": rank.activations}
+    # When the last backward begins, buckets are there, or what earlier ones left; when it ends, no activation.
+    begin = rank.activations
+    if lesson in BUCKETS:
+        begin += letters["w"] * rank.params
+    elif rank.microbatches > 1:
+        begin += held["gradients"]
+    rank.held["peak"] = held["parameters"] + held["optimizer"] + max(begin, held["gradients"])
 
 
 def row(job, kind, tensor=1, pipeline=1):
     """A strategy, as in --json: the most that a rank holds, that one sends, and that one takes."""
     shape, data = job.shape, job.gpus // (tensor * pipeline)
     active = letters_of_experts(job, 1, 1)["P"] if "EP" in kind else job.params
-    size, sent, ms = {"sum": 0}, 0, {"sum": 0}
+    size, sent, ms = {"peak": 0}, 0, {"sum": 0}
     # Of stages with as many layers an earlier one has more in flight, so these show the most.
     for stage in {0, 1, -shape.layers % pipeline, pipeline - 1} - {pipeline}:
         rank = replica(changed(job, params=active), tensor, pipeline, stage)
         divide(job, kind, rank, data, near_data(job, tensor, pipeline))
-        rank.held["sum"] = sum(rank.held.values())
         rank.ms["sum"] = sum(rank.ms.values())
-        size = max(size, rank.held, key=total)
+        size = max(size, rank.held, key=peak)
         ms = max(ms, rank.ms, key=total)
         sent = max(sent, rank.sent)
     name = f"t{tensor} x p{pipeline} x d{data}" if tensor * pipeline > 1 else kind
@@ -232,7 +252,7 @@ def row(job, kind, tensor=1, pipeline=1):
         "recompute": job.recompute,
         "idle": idle(job.schedule, pipeline, rank.microbatches),
         "bytes": size | {"sent_per_step": sent},
-        "fits": size["sum"] <= job.gpu_gb * 1e9,
+        "fits": size["peak"] <= job.gpu_gb * 1e9,
         "ms": ms,
         "mfu": flops / ms["sum"] / job.peak_tflops / 1e9,
         "bound_by": max(ms.keys() - {"sum"}, key=ms.get),
@@ -274,7 +294,7 @@ def changed(job, **values):
 def fastest(row):
     """Of rows as fast what sends least comes first, of these DP as the simplest, then what holds least."""
     size = row["bytes"]
-    return float(f"{row['ms']['sum']:.6g}"), size["sent_per_step"], row["zero"] > 0, size["sum"]
+    return float(f"{row['ms']['sum']:.6g}"), size["sent_per_step"], row["zero"] > 0, size["peak"]
 
 
 def tried(asked):
@@ -296,7 +316,7 @@ def named(asked, job, row):
     for name, value in (vars(job) | {"recompute": row["recompute"]}).items():
         if value != getattr(asked, name):
             text += f" --{name.replace('_', '-')} {value}".removesuffix(" True")
-    return f"{text}: {giga(total(row['bytes']))} GB, {giga(row['ms']['sum'] * 1e9)} ms"
+    return f"{text}: {giga(peak(row['bytes']))} GB, {giga(row['ms']['sum'] * 1e9)} ms"
 
 
 def advise(job):
@@ -304,7 +324,7 @@ def advise(job):
     found = list(itertools.islice(tried(job), MOST))
     fit = sorted((pair for pair in found if pair[1]["fits"]), key=lambda pair: fastest(pair[1]))
     if not fit:
-        least = min(found, key=lambda pair: total(pair[1]["bytes"]))
+        least = min(found, key=lambda pair: peak(pair[1]["bytes"]))
         return None, f"Nothing fits of {len(found)} tried: least is {named(job, *least)}."
     first = next((pair for pair in fit if pair[0] is job), None)
     why = f"Take {named(job, *fit[0])}, the fastest of {len(fit)} rows that were tried and fit"
@@ -321,7 +341,7 @@ def giga(size):
     return f"{size / 1e9:.0f}" if size >= 999.5e9 else f"{size / 1e9:#.3g}".rstrip(".")
 
 
-TITLES = "parameters gradients optimizer activations sum sent/step fits idle ms/step MFU bound_by"
+TITLES = "parameters gradients optimizer activations peak sent/step fits idle ms/step MFU bound_by"
 NOTE = "GB: 10^9 bytes. t x p x d: tensor x pipeline x data (ZeRO-1), the 4 fastest that fit. *: not as asked"
 
 
