@@ -80,7 +80,7 @@ SIZES = {
 }
 # Bekman, ML Engineering (github.com/stas00/ml-engineering): data sheets, but of --tflops what the best matrix
 # product reaches, and 80% of the GB/s one way of NVLink and of a network card, as it says of all-reduces.
-# Of --hbm-gbps what STREAM's triad reaches (github.com/Azure/AI-benchmarking-guide), of a B200 its data sheet.
+# Of --hbm-gbps what STREAM's triad reaches (github.com/Azure/AI-benchmarking-guide), but for the B200.
 FIGURES = "peak_tflops tflops gpu_gb hbm_gbps gbps gbps_nodes".split()
 GPUS = {
     "h100": "989 794.5 80 2970 360 40",
@@ -90,7 +90,7 @@ GPUS = {
 }
 RECOMPUTE = ("none", "selective", "full")
 STAGES_OF_A_RANK = {"1f1b": 1, "zb-v": 2}
-peak, total = operator.itemgetter("peak"), operator.itemgetter("sum")
+peak = operator.itemgetter("peak")
 HELD = "parameters", "gradients", "optimizer"
 MOST = 20_000  # rows that are tried
 ZERO = {"DP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3, "HSDP": 3, "DiLoCo": 0, "EP": 0, "ZeRO-3 + EP": 3}
@@ -148,17 +148,15 @@ def replica(job, tensor, pipeline, stage):
     vocab = -(-shape.vocab // tensor)
     logits = ends[1] * tokens * vocab
     attention = rank.compute(4 * tokens * own.layers * shape.seq * shape.hidden / tensor, 0)
-    products = 2 * tokens * rank.params
-    layers = attention + rank.compute(products, passed(own, batch, 0, *split, flash))
+    layers = attention + rank.compute(2 * tokens * rank.params, passed(own, batch, *split, flash))
     again = {"none": 0, "selective": attention * (not flash), "full": layers}
-    if vocab % 8:
-        products += (UNALIGNED - 1) * 2 * logits * shape.hidden
-    rank.forward = attention + rank.compute(products, passed(own, batch, logits, *split, flash))
+    slower = (UNALIGNED - 1) * 2 * logits * shape.hidden * (vocab % 8 > 0)
+    rank.forward = layers + rank.compute(slower, (16 - split[-1]) * logits)
     rank.backward = 2 * rank.forward + again[job.recompute]
     rank.ms["computation"] = microbatches * (rank.forward + rank.backward)
     travel(rank, own, split, pipeline, len({0, pipeline - 1} - {stage}) * stages, 3 * attention)
     if ends[0] != ends[1]:  # the first and the last stage add up the embedding's gradients
-        rank.send(split[-1] * shape.hidden * -(-shape.vocab // tensor), pipeline, near(job, tensor * job.cp))
+        rank.send(split[-1] * shape.hidden * vocab, pipeline, near(job, tensor * job.cp))
     return rank
 
 
@@ -218,7 +216,7 @@ def divide(job, kind, rank, data, neighbours):
     moved += evaluate(TOUCHED.get(lesson, TOUCHED["single"]), letters)
     rank.ms["computation"] += rank.compute(newton_schulz, moved)
     rank.held = held | {"activations": rank.activations}
-    # When the last backward begins, buckets are there, or what earlier ones left; when it ends, no activation.
+    # When the last backward begins, buckets are there, or what earlier ones left. No activation outlives it.
     begin = rank.activations
     if lesson in BUCKETS:
         begin += letters["w"] * rank.params
@@ -238,7 +236,7 @@ def row(job, kind, tensor=1, pipeline=1):
         divide(job, kind, rank, data, near_data(job, tensor, pipeline))
         rank.ms["sum"] = sum(rank.ms.values())
         size = max(size, rank.held, key=peak)
-        ms = max(ms, rank.ms, key=total)
+        ms = max(ms, rank.ms, key=operator.itemgetter("sum"))
         sent = max(sent, rank.sent)
     name = f"t{tensor} x p{pipeline} x d{data}" if tensor * pipeline > 1 else kind
     flops = 6 * active + 12 * shape.layers * shape.hidden * shape.seq  # of a token, of which a GPU has:

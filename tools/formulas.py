@@ -165,13 +165,12 @@ def activations(
     return in_flight * (shape.layers * kept + ends[0] * numbers) + max(whole - kept, ends[1] * head)
 
 
-def passed(shape, batch, logits, *how):
-    """Bytes that the forward of shape.layers layers and of so many logits reads and writes on a rank.
+def passed(shape, batch, *how):
+    """Bytes that the forward of shape.layers layers reads and writes on a rank, half of what a backward does.
 
-    how: the last four arguments of layer_activations(). A backward has twice as many."""
+    how: the last four arguments of layer_activations()."""
     kept, hidden = (layer_activations(shape, batch, policy, *how) for policy in ("none", "full"))
-    width = how[2]
-    return shape.layers * (2 * kept + 6 * hidden) + (16 - width) * logits
+    return shape.layers * (2 * kept + 6 * hidden)
 
 
 def exposed(stage, sent, gathered, microbatches, forward, backward):
