@@ -7,15 +7,19 @@ Idea
     time only where it takes longer.
 
 Memory, Communication
-    Of the rank with most, by tools/formulas.py and these docstrings. In t x p x d meshes the d replicas use
-    ZeRO-1. All rows have the same batch: a replica of t x p x C ranks (--cp C) takes tpC times --accum
-    microbatches (0.5, too).
+    Of the rank with most, by tools/formulas.py and these docstrings: each kind at its most, and as peak the
+    most at once. That is when the last backward begins: activations with the loss's, and the gradients that
+    are there already. Or it is when backward has ended, with all gradients and no activation.
+    In t x p x d meshes the d replicas use ZeRO-1. All rows have the same batch: a replica of t x p x C ranks
+    (--cp C) takes tpC times --accum microbatches (0.5, too).
 
 Time
     F, the forward of a microbatch: 2 FLOPs a parameter and token and 4sh a token for a layer's attention, at
-    --tflops; and what layers would keep, written and read once, at --hbm-gbps. A backward B takes 2F, with
-    --recompute full 3F. Then the optimizer reads and writes its states; muon takes 280hhh FLOPs a block,
-    shared by owners. MFU counts 6P + 12Lsh FLOPs a token (PaLM, arXiv 2204.02311, B), over --peak-tflops.
+    --tflops; and what layers and the loss read and write (tools/formulas.py), the operands of products among
+    it, at --hbm-gbps. A backward B takes 2F, with --recompute full 3F. Then at --hbm-gbps what the lesson
+    itself passes over gradients and weights ("touched", TIME in tools/formulas.py), and AdamW's 28 bytes a
+    parameter; muon takes 280hhh FLOPs a block, shared by owners. MFU counts 6P + 12Lsh FLOPs a token (PaLM,
+    arXiv 2204.02311, B), over --peak-tflops.
     What computation does not hide, with c for an all-gather or a reduce-scatter of P, and k microbatches:
     DP      max(0, 2c - B)                          ZeRO-2  max(0, c - F) + k max(0, c - B)
     ZeRO-1  max(0, c - F) + max(0, c - B)           ZeRO-3  k max(0, c - F) + k max(0, 2c - B)
@@ -33,11 +37,12 @@ Run
     python plan.py --size gpt2-xl --gpus 4 --gpu-gb 24 --micro-batch 8 --recompute all
 
 Left out
-    Launches of kernels and passes over memory: gpt2 took an H200 3.5 times as long (docs/results/plan.md).
-    What CUDA and NCCL take. What tensor parallelism sends for embedding, head and loss. Latency, interleaved
-    1F1B, grouped queries, causal masks (half of attention), experts' activations. ZeRO-2 and 3 on meshes;
-    offload as a row. --experts replace MLPs of the model that the other rows are of: MLPs, too, of
-    --expert-params. --params corrects the count of a shape whose layers are a little different.
+    Launches of kernels; compiled models. gpt2 took an H200 a sixth longer (docs/results/plan.md). What CUDA
+    and NCCL take. What tensor parallelism sends for embedding, head and loss. Latency, interleaved 1F1B,
+    grouped queries, causal masks (half of attention, whose kernels are half as fast as other products),
+    experts' activations. ZeRO-2 and 3 on meshes; offload as a row. --experts replace MLPs of the model that
+    the other rows are of: MLPs, too, of --expert-params. --params corrects the count of a shape whose layers
+    are a little different.
 """
 
 import argparse
@@ -69,7 +74,7 @@ from tools.formulas import (
     tensor_wire,
     whole_model,
 )
-from tools.letters import bytes_of, evaluate
+from tools.letters import bytes_of, spelled
 
 SIZES = {
     "toy": "8 8 64 64 256",
@@ -98,7 +103,8 @@ ZERO["Muon"] = 1
 LESSONS = "ddp zero1 zero2 zero3 hsdp diloco expert_parallel expert_zero muon".split()
 LESSONS = dict(zip(ZERO, LESSONS))
 BUCKETS = "ddp", "zero1", "muon"  # keep 16-bit gradients from step to step
-TOUCHED = dict(re.findall(r"^(\w+) +touched +(\S+)", TIME, re.M))
+TOUCHED = re.findall(r"^(\w+) +touched +(\S+)", TIME, re.M)
+TOUCHED = {lesson: compile(spelled(formula), lesson, "eval") for lesson, formula in TOUCHED}
 UNALIGNED = 10  # times as long take products of rows that are no multiple of 16 bytes (docs/results/plan.md)
 
 
@@ -213,7 +219,7 @@ def divide(job, kind, rank, data, neighbours):
     moved = held["optimizer"] * (2 + 3 * letters["m"] / letters["K"])
     if lesson not in TOUCHED:  # as single.py's, for the parameters that the rank updates
         letters["P"] = held["optimizer"] / letters["K"]
-    moved += evaluate(TOUCHED.get(lesson, TOUCHED["single"]), letters)
+    moved += eval(TOUCHED.get(lesson, TOUCHED["single"]), {"max": max, "min": min}, letters)
     rank.ms["computation"] += rank.compute(newton_schulz, moved)
     rank.held = held | {"activations": rank.activations}
     # When the last backward begins, buckets are there, or what earlier ones left. No activation outlives it.
@@ -290,9 +296,9 @@ def changed(job, **values):
 
 
 def fastest(row):
-    """Of rows as fast what sends least comes first, of these DP as the simplest, then what holds least."""
+    """Of rows as fast what sends least comes first, then what holds least."""
     size = row["bytes"]
-    return float(f"{row['ms']['sum']:.6g}"), size["sent_per_step"], row["zero"] > 0, size["peak"]
+    return float(f"{row['ms']['sum']:.6g}"), size["sent_per_step"], size["peak"]
 
 
 def tried(asked):

@@ -40,7 +40,6 @@ def read_formulas(lesson, config, of_time=False):
     return formulas
 
 
-@functools.cache
 def spelled(formula):
     """A formula such as 2wP(N-1)/N, in which neighbours are multiplied, as Python: 2*w*P*(N-1)/N."""
     words = re.findall(r"max|min|[A-Za-z]|\d+|\S", formula)
