@@ -400,14 +400,14 @@ gpu              h100|h200|a100|b200  has the figures of the next six flags, whe
 peak-tflops      float   of the data sheet, for the MFU
 tflops           float   TFLOP/s that matrix products reach
 gpu-gb           float   10^9 bytes that are free on it, less than it has
-hbm-gbps         float   GB/s of its memory
+hbm-gbps         float   GB/s that passes over its memory reach
 gbps             float   GB/s that it sends inside a node
 gbps-nodes       float   GB/s that it sends between nodes
 shard            int     GPUs that share a copy of the model, for a row of HSDP (hsdp.py)
 micro-batch      1       sequences that go through the model at once
 accum            float   microbatches that each rank accumulates per step
 precision        mixed|fp32  mixed: 16 bits, with an fp32 optimizer
-attention        flash|math|fused  math stores scores; fused few logits (fusion.py)
+attention        flash|math|fused  math stores scores, and dropout's masks; fused few logits (fusion.py)
 optimizer        adamw|muon  muon: of the matrices, for a row of Muon (muon.py)
 schedule         1f1b|zb-v  of pipelines (pipeline_v.py)
 inner-steps      1       from an exchange to the next, for a row of DiLoCo (diloco.py)
