@@ -69,13 +69,14 @@ ROWS = rows_of((ROOT / "bench/figures.txt").read_text())
 
 def block(result):
     """The Markdown of a result: how it was made, then what was printed."""
-    made = [result["date"], result["commit"], result["processor"], f"{result['cores']} cores"]
-    made += [f"torch {result['torch']}", result["rounds"] and f"{result['rounds']} rounds"]
-    made, command = ", ".join(filter(None, made)), f"`{result['command']}`"
+    machine = [result["processor"], f"{result['cores']} cores", f"torch {result['torch']}"]
+    machine.append(result["rounds"] and f"{result['rounds']} rounds")
+    machine, command = ", ".join(filter(None, machine)), f"`{result['command']}`"
     if result["hash"]:
-        head = f"{command} | {made} | code {result['hash']}"
+        head = f"{command} | {result['date']}, {result['commit']}, {machine} | code {result['hash']}"
     else:
-        head = f"{made}, typed in by hand | to be made anew by {command}"
+        typed = f"typed in by hand in {result['commit']}"
+        head = f"{result['date']}, {machine}, {typed} | to be made anew by {command}"
     return f"{head}\n\n{shown(result['text'])}\n"
 
 
@@ -103,10 +104,11 @@ def fill(text, results):
 
     def filled(match):
         begin, name, end = match.groups()
-        if name in VIEWS:
-            source, view = VIEWS[name]
-            return f"{begin}{shown(view(results[source]['text']))}\n{end}"
-        return begin + block(results[name]) + end if name in results else match[0]
+        source, view = VIEWS.get(name, (name, None))
+        if source not in results:
+            return match[0]
+        new = f"{shown(view(results[source]['text']))}\n" if view else block(results[source])
+        return begin + new + end
 
     return BLOCK.sub(filled, text)
 

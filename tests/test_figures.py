@@ -1,0 +1,119 @@
+"""The figures on README and in docs/results are what commands printed; which are old is seen."""
+
+import json
+import re
+
+import pytest
+
+from tests.harness import ROOT, load
+
+figures = load("bench/figures")
+RESULTS = figures.read()
+PAGES = {page.stem: page.read_text() for page in figures.pages()}
+BLOCKS = {name: page for page, text in PAGES.items() for _, name, _ in figures.BLOCK.findall(text)}
+
+
+# ---- pages ----
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_are_what_commands_printed(page):
+    text = PAGES[page]
+    assert text.count("<!-- figures: ") == len(figures.BLOCK.findall(text)), "a block without an end"
+    assert figures.fill(text, RESULTS) == text, "has other blocks than figures.json: ./run.sh figures --pages"
+
+
+def test_each_command_has_a_result_and_a_block_on_its_page():
+    rows = {row.name: row.page for row in figures.ROWS}
+    assert len(rows) == len(figures.ROWS), "two rows have the same name"
+    assert rows.keys() == RESULTS.keys()
+    views = {name: BLOCKS[name] for name in figures.VIEWS}
+    assert rows | views == BLOCKS
+
+
+def test_a_digit_that_somebody_changes_is_seen():
+    for name, page in BLOCKS.items():
+        block = re.search(rf"<!-- figures: {name} -->.*?<!-- end -->", PAGES[page], re.S)[0]
+        body, digit = re.search(r"(.*)(\d)", block, re.S).groups()
+        changed = PAGES[page].replace(f"{body}{digit}", f"{body}{(int(digit) + 1) % 10}")
+        assert figures.fill(changed, RESULTS) == PAGES[page] != changed
+
+
+# ---- code ----
+
+
+def test_a_row_is_stale_once_a_statement_that_it_measured_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    zero3 = (ROOT / "zero3.py").read_text()
+    (tmp_path / "ddp.py").write_text((ROOT / "ddp.py").read_text())
+    row = figures.Row("zero", "some", "", "zero3", "torchrun --nproc_per_node=4 tools/ledger.py ddp.py")
+
+    def reason(source, **changes):
+        (tmp_path / "zero3.py").write_text(source)
+        return figures.stale(row._replace(**changes), result)
+
+    (tmp_path / "zero3.py").write_text(zero3)
+    result = {"command": row.command, "commit": "abc1234", "hash": figures.hash_of(row)}
+    statement = "        dist.all_reduce(squares)\n"
+    assert zero3.count(statement) == 1
+    words = re.sub(r'^"""', '"""More words. ', zero3).replace(statement, f"{statement}\n        # why\n")
+    assert not reason(zero3) and not reason(words)
+    assert not reason(zero3.replace("==== toy model", "==== toy model\nSIZE = 1\n", 1)), (
+        "the toy model's code"
+    )
+    assert reason(zero3.replace(statement, "")).endswith("git diff abc1234 -- ddp.py zero3.py")
+    assert reason(zero3, command="python tools/ledger.py ddp.py") == "its command has changed"
+    result["hash"] = ""
+    assert reason(zero3) == "typed in"
+    inside, after = "if a:\n    b()\n    c()\n", "if a:\n    b()\nc()\n"
+    assert figures.statements(inside) != figures.statements(after)
+
+
+# ---- commands ----
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A page with two blocks, one of them old."""
+    rows = figures.rows_of("a | old |\n    echo 2 |\n    tr 2 3\n\na | link | root\n    echo 4\n")
+    monkeypatch.setattr(figures, "ROWS", rows)
+    monkeypatch.setattr(figures, "VIEWS", {})
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "JSON", tmp_path / "figures.json")
+    monkeypatch.setattr(figures, "pages", lambda: [tmp_path / "a.md"])
+    blocks = [f"<!-- figures: {row.name} -->\n<!-- end -->\n" for row in rows]
+    (tmp_path / "a.md").write_text("Before.\n\n" + "\n".join(blocks))
+    return tmp_path
+
+
+def test_a_command_fills_its_block_and_a_failed_one_changes_nothing(checkout, monkeypatch, capfd):
+    assert figures.main(["old"]) == 0
+    text, (result,) = (checkout / "a.md").read_text(), figures.read().values()
+    assert text.startswith("Before.\n\n<!-- figures: old -->\n`echo 2 | tr 2 3` | 20")
+    assert "\n```\n3\n```\n<!-- end -->" in text and result["torch"] in text and result["commit"] in text
+    monkeypatch.setattr(figures, "ROWS", [figures.ROWS[0]._replace(command="echo 5; exit 3")])
+    assert figures.main([]) == 1 and (checkout / "a.md").read_text() == text
+    assert "exit code 3" in capfd.readouterr().err
+
+
+def test_an_ordinary_user_skips_what_needs_root_and_keeps_its_block(checkout, monkeypatch, capsys):
+    monkeypatch.setattr(figures.os, "geteuid", lambda: 1000)
+    before = (checkout / "a.md").read_text()
+    assert figures.main(["link"]) == 0
+    assert capsys.readouterr().out == "a: link: skipped, needs root\n"
+    assert (checkout / "a.md").read_text() == before and not figures.read()
+
+
+def test_lists_name_minutes_and_what_is_stale(checkout, capsys):
+    result = {"command": "echo 3", "hash": "1", "minutes": 2.54}
+    (checkout / "figures.json").write_text(json.dumps({"old": result}))
+    assert figures.main(["--list"]) == 0
+    old, link = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"a +old +2\.5 min +its command has changed", old)
+    assert re.fullmatch(r"a +link +\? min +root +has never run", link)
+    assert figures.main(["--stale"]) == 0
+    assert capsys.readouterr().out.startswith("stale: a: old: its command has changed\n")
+    assert figures.main(["--lists"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        figures.main(["nope"])
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["figures.py"] * 2
