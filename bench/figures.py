@@ -214,7 +214,7 @@ def measure(row):
     text = printed_by(row.command)
     if text is None:
         return None
-    rounds = re.search(r"--(?:rounds|turns) (\d+)", row.command)
+    rounds = re.search(r"--rounds (\d+)", row.command)
     result = {"command": row.command, "date": str(datetime.date.today()), "commit": commit}
     result |= {"processor": processor(), "cores": os.cpu_count(), "torch": version("torch")}
     result |= {"rounds": int(rounds[1]) if rounds else 0, "minutes": (time.monotonic() - started) / 60}

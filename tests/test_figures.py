@@ -58,9 +58,8 @@ def test_a_row_is_stale_once_a_statement_that_it_measured_has_changed(tmp_path, 
     assert zero3.count(statement) == 1
     words = re.sub(r'^"""', '"""More words. ', zero3).replace(statement, f"{statement}\n        # why\n")
     assert not reason(zero3) and not reason(words)
-    assert not reason(zero3.replace("==== toy model", "==== toy model\nSIZE = 1\n", 1)), (
-        "the toy model's code"
-    )
+    toy = "# ==== end of the toy model"
+    assert not reason(zero3.replace(toy, f"SIZE = 1\n{toy}"))
     assert reason(zero3.replace(statement, "")).endswith("git diff abc1234 -- ddp.py zero3.py")
     assert reason(zero3, command="python tools/ledger.py ddp.py") == "its command has changed"
     result["hash"] = ""
@@ -117,3 +116,36 @@ def test_lists_name_minutes_and_what_is_stale(checkout, capsys):
     with pytest.raises(SystemExit, match="2"):
         figures.main(["nope"])
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["figures.py"] * 2
+
+
+# ---- README's sentences ----
+
+
+NUMBERS = {  # in them, by where they are from: a block, gpu.json, or why no command printed them
+    "speed-deepspeed": "0.75 0.56",
+    "speed-now": "1.01",
+    "gpu.json": "0.95 0.99 1.00 355",
+    "a table of a page, which test_readme.py compares": "0.96 273",
+    "counted by test_readme.py": "45 82 340",
+    "single.py --size gpt2 on a CPU, timed by hand": "2.3 36 16 1024 2 2026-11-26",
+    "sizes of packages, by hand": "5 1.3",
+    "the toy's shape: of a block, of a tensor": "12 0.07",
+    "versions": "3.11 2.11.0 2.13.0 2.15.0",
+    "formulas": "16/N 4/N 2/N",
+    "what a command is told": "4 1",
+}
+
+
+def test_each_number_in_readmes_sentences_was_measured_or_has_a_reason():
+    code = r"^```.*?^```$|`[^`]*`|\]\([^)]*\)|<!--.*?-->|^\|.*?$"  # and tables
+    prose = re.sub(code, "", PAGES["README"], flags=re.M | re.S)
+    found = set(re.findall(r"(?<![\w.-])\d+(?:[.-]\d+)*(?:/N)?(?![\w/-])", prose))
+    assert found == set(" ".join(NUMBERS.values()).split()), "add a number with its block, or a reason"
+    models = json.loads((ROOT / "docs/results/gpu.json").read_text())["models"].values()
+    measured = {name: re.findall(r"\d+\.\d+", result["text"]) for name, result in RESULTS.items()}
+    measured["gpu.json"] = [row[key] for rows in models for row in rows for key in ("ratio", "ms")]
+    for source in NUMBERS.keys() & measured.keys():
+        for number in NUMBERS[source].split():
+            digits = len(number.partition(".")[2])
+            rounded = {f"{float(value):.{digits}f}" for value in measured[source]}
+            assert number in rounded, f"{source} has no {number}"
