@@ -113,7 +113,7 @@ lint)
     set_up requirements-dev.txt "ruff"
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    "$python" bench/figures.py --stale # a warning: red when no page has a typed table left
+    "$python" bench/pages.py --stale # a warning: red when no page has a typed table left
     exec "$python" tools/form.py
     ;;
 site)
@@ -135,7 +135,7 @@ films)
 figures)
     shift
     set_up requirements-dev.txt "torch numpy matplotlib"
-    exec "$python" bench/figures.py "$@"
+    exec "$python" bench/pages.py "$@"
     ;;
 gpu)
     shift

@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import ROOT, load
 
-figures = load("bench/figures")
+figures = load("bench/pages")
 RESULTS = figures.read()
 PAGES = {page.stem: page.read_text() for page in figures.pages()}
 BLOCKS = {name: page for page, text in PAGES.items() for _, name, _ in figures.BLOCK.findall(text)}
@@ -115,7 +115,7 @@ def test_lists_name_minutes_and_what_is_stale(checkout, capsys):
     assert figures.main(["--lists"]) == 2
     with pytest.raises(SystemExit, match="2"):
         figures.main(["nope"])
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["figures.py"] * 2
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["pages.py"] * 2
 
 
 # ---- README's sentences ----

@@ -507,7 +507,7 @@ def test_nothing_is_lost_and_errors_are_one_line(tmp_path):
 
 
 def test_the_docs_show_what_plan_prints():
-    sample = load("bench/figures").read()["plan-sample"]
+    sample = load("bench/pages").read()["plan-sample"]
     assert printed(sample["command"].removeprefix("python plan.py ")).strip() == sample["text"]
 
 

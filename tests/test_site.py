@@ -148,7 +148,7 @@ def test_who_holds_what_is_what_was_measured():
 def test_the_numbers_on_rounding_and_its_broken_lessons_are_what_they_were_measured_with(tmp_path):
     rounding = load("bench/rounding")
     result = json.loads(rounding.RESULT.read_text())
-    assert "\n".join(rounding.table(result)) == load("bench/figures").read()["rounding"]["text"]
+    assert "\n".join(rounding.table(result)) == load("bench/pages").read()["rounding"]["text"]
     assert list(rounding.files(tmp_path)) == list(result["runs"])  # each broken line is there, once
     drawn = (ROOT / "docs/rounding.svg").read_text()
     missing = [name for name in rounding.MUTANTS if f"broken: {name}" not in drawn]
