@@ -57,7 +57,7 @@ def rows_of(table):
     for head, command in re.findall(r"^(\w.*)\n((?: +.+\n)+)", table, re.M):
         columns = [column.strip() for column in f"{head}|||".split("|")][:4]
         columns[3] = columns[3].replace("LESSONS", LESSONS)
-        rows.append(Row(*columns, " ".join(command.split())))
+        rows.append(Row(*columns, re.sub(r"\n *", " ", command).strip()))
     return rows
 
 
