@@ -216,9 +216,11 @@ RACES += ["uneven", "uneven --order balanced --pack"]
 RACES += ["context_parallel", "expert_zero --ep 1"]
 RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
-RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
+RACES += [
+    f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4 --batch 16")
+]
 if torch.__version__ >= "2.13":  # in 2.11's schedules of a V the last rank sends to itself, which gloo cannot
-    RACES += ["pipeline_v --accum 4 --layers 4"]
+    RACES += ["pipeline_v --accum 4 --layers 4 --batch 16"]
 
 
 @on_ranks(2)
