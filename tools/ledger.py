@@ -176,7 +176,7 @@ def result_of(lesson, config, watch, history, clock=None):
     result["flops"] = {"formula": evaluate(of_time.get("compute", "0"), letters), "measured": computed}
     if "touched" in of_time:
         result["touched"]["touched"] = {"formula": evaluate(of_time["touched"], letters), "measured": touched}
-    result["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else held["all"]
+    result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device == "cuda" else held["all"]
     if clock and not result["shares_gpu"]:  # there they take turns, and every time is that of the turns
         result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
     return result
