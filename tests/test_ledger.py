@@ -255,6 +255,14 @@ def test_a_finished_checkpoint_leaves_nothing_to_watch(tmp_path):
     assert code == 2 and "trained no step" in lines[-1], lines
 
 
+def test_two_steps_after_a_checkpoint_are_too_few_for_times(tmp_path):
+    command = f"--json {tmp_path}/out.json resume.py {EVEN} --every 2 --checkpoint {tmp_path}/c"
+    assert world(1).run(run_main, command)[0][2] == 0
+    assert world(1).run(run_main, f"{command} --steps 4")[0][2] == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert len(written["losses"]) == 2 and "ms" not in written
+
+
 def test_one_step_is_not_taken_for_all(tmp_path):
     """Optimizers have no states before their first step's end, which is said; a simulation takes two."""
     ((out, _, code),) = world(1).run(run_main, f"single.py {EVEN.replace('--steps 2', '--steps 1')}")
