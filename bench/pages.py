@@ -12,9 +12,10 @@ A page is its sentences, and blocks between two comments. What stands between th
 
 bench/figures.txt has the command of each block. docs/results/figures.json keeps what it printed, and a hash
 of the code that was measured: the Python files that the command names, and those in the last column of its
-row; of a lesson what stands above its toy model. Comments and docstrings do not count. A block is stale if
-that code has changed since, or if it was typed in by hand, as all were until 2026-11-27. A row whose command
-needs what this machine lacks (root, deepspeed, gpu) is skipped, and its block stays as it is.
+row; of a lesson what stands above its toy model. Comments and docstrings do not count, nor does tools/, which
+has tests that count the same. A block is stale if that code has changed since, or if it was typed in by hand,
+as all were until 2026-11-27. A row whose command needs what this machine lacks (root, deepspeed, gpu) is
+skipped, and its block stays as it is.
 """
 
 import ast
@@ -149,7 +150,8 @@ def statements(source):
 def files(row):
     """Names of the Python files that a row measures."""
     words = sorted({*re.findall(r"[\w/]+", f"{row.command} {row.of}")})
-    return [f"{word}.py" for word in words if (ROOT / f"{word}.py").is_file()]
+    names = [f"{word}.py" for word in words if not word.startswith("tools/")]
+    return [name for name in names if (ROOT / name).is_file()]
 
 
 def hash_of(row):

@@ -46,6 +46,8 @@ def test_a_row_is_stale_once_a_statement_that_it_measured_has_changed(tmp_path, 
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     zero3 = (ROOT / "zero3.py").read_text()
     (tmp_path / "ddp.py").write_text((ROOT / "ddp.py").read_text())
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/ledger.py").touch()
     row = figures.Row("zero", "some", "", "zero3", "torchrun --nproc_per_node=4 tools/ledger.py ddp.py")
 
     def reason(source, **changes):
