@@ -87,7 +87,7 @@ def check_schedule(name, lesson):
         try:
             schedule = lesson.build_schedule(name, n, k)
         except Exception as error:
-            raise AssertionError(f"{where}: {type(error).__name__} {error}") from error
+            raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
         for i, actions in enumerate(schedule):
             stages = {i, 2 * n - 1 - i} if name == "zb-v" else {i, n + i} if name == "interleaved" else {i}
             stages = {0} if n == 1 and name == "interleaved" else stages
