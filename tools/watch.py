@@ -286,12 +286,12 @@ class Watch(TorchDispatchMode):
                 storage.owner = here
         if not self.on:
             return
+        is_alone = not self.has_threads
         for leaf in self.leaves:
-            # Its thread is this one, so that nobody frees the gradient meanwhile.
-            is_own = not self.has_threads or owner_of(leaf) == here
-            if is_own and leaf.grad is not None and id(leaf.grad.untyped_storage()) not in self.gradients:
-                self.note(leaf.grad, "gradients")
-                self.gradients.add(id(leaf.grad.untyped_storage()))
+            grad = leaf.grad if is_alone or owner_of(leaf) == here else None  # nobody frees it meanwhile
+            if grad is not None and id(grad.untyped_storage()) not in self.gradients:
+                self.note(grad, "gradients")
+                self.gradients.add(id(grad.untyped_storage()))
         numbers = [self.note(tensor) for tensor in (*given, *made)]
         name = function.name().split(".")[0]
         if function.namespace == "c10d":
