@@ -21,7 +21,7 @@ is kept in your home folder, in .local/state/rankzero.json. Exercises are of the
 
 import argparse
 import ast
-import difflib
+import importlib.util
 import json
 import os
 import random
@@ -46,7 +46,7 @@ TRACKS = {  # "all" is the third
         tensor_parallel context_parallel pipeline pipeline-actions checkpointing""",
 }
 # Of tools/trouble.py's runs.
-COSTS = {"1 rank": 1, "2 ranks": 2, "3 ranks": 3, "3 microbatches": 6, "bf16": 2}
+COSTS = {"1 rank": 1, "2 ranks": 2, "3 ranks": 3, "4 ranks": 4, "3 microbatches": 6, "bf16": 2}
 # name: a lesson, or a part of it | missing: bodies, or the line with this piece | minutes | hint
 PATH = """
 single                | / config.accum | 5 | a microbatch's loss: gradients add up, and a mean is wanted
@@ -223,7 +223,8 @@ def made(name):
     for exercise, what, minutes, hint in read_path():
         if name == exercise:
             lesson, source = lesson_of(name)
-            named = what if what.replace(".", "").replace(" ", "").isidentifier() else "one line"
+            is_named = what.replace(".", "").replace(" ", "").isidentifier()
+            named = " and ".join(what.split()) if is_named else "one line"
             return lesson, emptied(source, what, hint), f"{minutes} minutes (a guess), {named}: {hint}."
     kind, _, key = name.partition("-")
     if kind == "catch" and key.isdecimal() and 1 <= int(key) <= len(catches()):
@@ -256,8 +257,13 @@ def write(name, again):
     say(f"{words}\nEdit exercises/{name}.py, then: python learn.py check {name}")
     if not name.startswith("catch"):
         alone = lesson in ("single", "dp_threads", "dp_async", "survive")  # start their own workers, if any
-        command = "python" if alone else "python -m torch.distributed.run --nproc_per_node=2"
-        run_it = f"{command} exercises/{name}.py --steps 3{' --train' * (lesson == 'collectives')}"
+        shown = words.splitlines()[-1] if name.startswith("bug") else ""  # the promise that it breaks
+        ranks = re.search(r"(\d+) rank|$", shown)[1] or 2
+        python = "python" if importlib.util.find_spec("torch") else ".venv/bin/python"
+        command = python if alone else f"{python} -m torch.distributed.run --nproc_per_node={ranks}"
+        flags = " --batch 12" * bool(shown) + " --dtype bf16" * ("bf16" in shown)
+        flags += " --train" * (lesson == "collectives") + " --accum 3" * ("microbatches" in shown)
+        run_it = f"{command} exercises/{name}.py --steps 3{flags}"
         say(f"To see what it prints, which check does not show: {run_it}")
 
 
@@ -305,33 +311,35 @@ def add_to(name, what, done=False):
 
 def check(name):
     """Say which promises an exercise's file keeps, up to the first that it breaks."""
-    from promises import promises
+    from promises import SECONDS, promises
 
-    lesson, before, _ = made(name)
+    lesson, *_ = made(name)
     path = EXERCISES / f"{name}.py"
     if not path.exists():
         refuse(f"exercises/{name}.py: not there yet; fill, bug or catch writes it")
     promised = catch_promises if name.startswith("catch") else promises
     problem = None
+    print(f"Ten seconds on two idle cores, or more; a run that hangs is stopped after {SECONDS}.", flush=True)
     for promise, problem in promised(str(path), lesson):
         print(f"{'no: ' if problem else 'yes:'} {promise}")
         if problem:
             say(f"     {problem}")
             break
-    diff = difflib.ndiff(before.splitlines(), path.read_text(errors="replace").splitlines())
-    changed = sum(line[0] in "+-" for line in diff)
     attempts = add_attempt(name, not problem)
-    print(f"{'Not yet' if problem else 'Done'}: attempt {attempts}, {changed} lines taken or added.")
+    print(f"{'Not yet' if problem else 'Done'}: attempt {attempts}.")
     if name in on_track("all"):
         then = f"hint {name}" if problem else f"compare {name}, then python learn.py"
         print(f"Next: python learn.py {then}")
+    for track in TRACKS:
+        if name in on_track(track) and all(is_done(each, read_progress()) for each in on_track(track)):
+            print(f"The track '{track}' is done.")
     if problem and name.startswith("bug") and attempts >= 2:
         say(hint(str(path), lesson, promise, attempts))
     if name.startswith("bug") and not problem:
         *_, why, how = bugs()[name.partition("-")[2]]
         _, right, *_ = find_bugs()[name.partition("-")[2]]
         print(f"In {lesson}.py:\n{textwrap.indent(right.strip(chr(10)), '    ')}")
-        say(f"{why} How one finds it: {how}")
+        say(f"{why} How one finds it: {how}\nNext: python learn.py bug")
     sys.exit(1 if problem else 0)
 
 
@@ -435,7 +443,8 @@ def list_path(track):
         refuse(f"path {track}: must be one of {', '.join(TRACKS)}, all")
     notes = read_notes()
     minutes = {name: int(minutes) for name, _, minutes, _ in read_path()}
-    print(f"The track '{track}'. Minutes are guesses, without reading.\n\n{'needs first':>43}")
+    print(f"The track '{track}'. Minutes are guesses, without reading. Progress is in {PROGRESS}.")
+    print(f"\n{'needs first':>43}")
     for name in on_track(track):
         state = "done" if is_done(name, progress) else "next" if name == upcoming else ""
         print(f"{state:<5}{name:<24}{minutes[name]:>3} min{'':5}{notes[name][0]}")
@@ -446,11 +455,12 @@ def list_path(track):
         print(f"{each:<8}{done:>3} of {len(names)} done, {sum(map(minutes.get, names))} min in all")
     shown = sum(map(bool, json.loads(SYMPTOMS.read_text()).values()))
     found = sum(name.startswith("bug") and entry["done"] for name, entry in progress.items())
-    print(f"bugs   {found:>4} of {shown} found: python learn.py bug")
-    if upcoming:
-        print(f"\nNext: python learn.py fill {upcoming}; then read exercises/{upcoming}.py from the top")
+    print(f"bugs   {found:>4} of {shown} found: python learn.py bug; others: catch 1, predict zero3")
+    print()
     if not any(entry["done"] for entry in progress.values()):
-        print("New here? First ten minutes of questions: python learn.py start")
+        print("New here? Ten minutes of questions, if you like: python learn.py start")
+    if upcoming:
+        print(f"Next: python learn.py fill {upcoming}; then read exercises/{upcoming}.py from the top")
 
 
 def give_hint(name):
@@ -545,8 +555,18 @@ def main():
         ours[given.command](name)
 
 
-if __name__ == "__main__":
+def run():
+    """main(), by the Python of .venv if this one has no torch."""
     try:
         main()
     except (KeyboardInterrupt, EOFError):
         sys.exit("\nlearn.py: stopped; progress is kept")
+    except ModuleNotFoundError as missing:
+        venv = ROOT / ".venv"
+        if Path(sys.prefix) == venv or not (venv / "bin" / "python").exists():
+            refuse(f"{missing.name} is missing: ./run.sh setup installs it once, in .venv")
+        os.execv(venv / "bin" / "python", [venv / "bin" / "python", *sys.argv])
+
+
+if __name__ == "__main__":
+    run()

@@ -7,15 +7,19 @@ Idea
     time only where it takes longer.
 
 Memory, Communication
-    Of the rank with most, by tools/formulas.py and these docstrings. In t x p x d meshes the d replicas use
-    ZeRO-1. All rows have the same batch: a replica of t x p x C ranks (--cp C) takes tpC times --accum
-    microbatches (0.5, too).
+    Of the rank with most, by tools/formulas.py and these docstrings: each kind at its most, and as peak the
+    most at once. That is when the last backward begins: activations with the loss's, and the gradients that
+    are there already. Or it is when backward has ended, with all gradients and no activation.
+    In t x p x d meshes the d replicas use ZeRO-1. All rows have the same batch: a replica of t x p x C ranks
+    (--cp C) takes tpC times --accum microbatches (0.5, too).
 
 Time
     F, the forward of a microbatch: 2 FLOPs a parameter and token and 4sh a token for a layer's attention, at
-    --tflops; and what layers would keep, written and read once, at --hbm-gbps. A backward B takes 2F, with
-    --recompute full 3F. Then the optimizer reads and writes its states; muon takes 280hhh FLOPs a block,
-    shared by owners. MFU counts 6P + 12Lsh FLOPs a token (PaLM, arXiv 2204.02311, B), over --peak-tflops.
+    --tflops; and what layers and the loss read and write (tools/formulas.py), the operands of products among
+    it, at --hbm-gbps. A backward B takes 2F, with --recompute full 3F. Then at --hbm-gbps what the lesson
+    itself passes over gradients and weights ("touched", TIME in tools/formulas.py), and AdamW's 28 bytes a
+    parameter; muon takes 280hhh FLOPs a block, shared by owners. MFU counts 6P + 12Lsh FLOPs a token (PaLM,
+    arXiv 2204.02311, B), over --peak-tflops.
     What computation does not hide, with c for an all-gather or a reduce-scatter of P, and k microbatches:
     DP      max(0, 2c - B)                          ZeRO-2  max(0, c - F) + k max(0, c - B)
     ZeRO-1  max(0, c - F) + max(0, c - B)           ZeRO-3  k max(0, c - F) + k max(0, 2c - B)
@@ -33,11 +37,12 @@ Run
     python plan.py --size gpt2-xl --gpus 4 --gpu-gb 24 --micro-batch 8 --recompute all
 
 Left out
-    Launches of kernels and passes over memory: gpt2 took an H200 3.5 times as long (docs/results/plan.md).
-    What CUDA and NCCL take. What tensor parallelism sends for embedding, head and loss. Latency, interleaved
-    1F1B, grouped queries, causal masks (half of attention), experts' activations. ZeRO-2 and 3 on meshes;
-    offload as a row. --experts replace MLPs of the model that the other rows are of: MLPs, too, of
-    --expert-params. --params corrects the count of a shape whose layers are a little different.
+    Launches of kernels; compiled models. gpt2 took an H200 a sixth longer (docs/results/plan.md). What CUDA
+    and NCCL take. What tensor parallelism sends for embedding, head and loss. Latency, interleaved 1F1B,
+    grouped queries, causal masks (half of attention, whose kernels are half as fast as other products),
+    experts' activations. ZeRO-2 and 3 on meshes; offload as a row. --experts replace MLPs of the model that
+    the other rows are of: MLPs, too, of --expert-params. --params corrects the count of a shape whose layers
+    are a little different.
 """
 
 import argparse
@@ -52,23 +57,24 @@ import sys
 from pathlib import Path
 
 from tools.formulas import (
+    TIME,
     WIDTHS,
     Shape,
     activations,
     context_wire,
     exposed,
     idle,
-    layer_activations,
     letters_of_experts,
     letters_of_job,
     link,
     most_ranks,
     near,
     parameters,
+    passed,
     tensor_wire,
     whole_model,
 )
-from tools.letters import bytes_of
+from tools.letters import bytes_of, spelled
 
 SIZES = {
     "toy": "8 8 64 64 256",
@@ -79,22 +85,27 @@ SIZES = {
 }
 # Bekman, ML Engineering (github.com/stas00/ml-engineering): data sheets, but of --tflops what the best matrix
 # product reaches, and 80% of the GB/s one way of NVLink and of a network card, as it says of all-reduces.
+# Of --hbm-gbps what STREAM's triad reaches (github.com/Azure/AI-benchmarking-guide), but for the B200.
 FIGURES = "peak_tflops tflops gpu_gb hbm_gbps gbps gbps_nodes".split()
 GPUS = {
-    "h100": "989 794.5 80 3350 360 40",
-    "h200": "989 794.5 141 4800 360 40",
-    "a100": "312 271.2 80 2000 240 20",
+    "h100": "989 794.5 80 2970 360 40",
+    "h200": "989 794.5 141 4150 360 40",
+    "a100": "312 271.2 80 1700 240 20",
     "b200": "2250 1745 180 8000 720 40",
 }
 RECOMPUTE = ("none", "selective", "full")
 STAGES_OF_A_RANK = {"1f1b": 1, "zb-v": 2}
-total = operator.itemgetter("sum")
+peak = operator.itemgetter("peak")
 HELD = "parameters", "gradients", "optimizer"
 MOST = 20_000  # rows that are tried
 ZERO = {"DP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3, "HSDP": 3, "DiLoCo": 0, "EP": 0, "ZeRO-3 + EP": 3}
 ZERO["Muon"] = 1
 LESSONS = "ddp zero1 zero2 zero3 hsdp diloco expert_parallel expert_zero muon".split()
 LESSONS = dict(zip(ZERO, LESSONS))
+BUCKETS = "ddp", "zero1", "muon"  # keep 16-bit gradients from step to step
+TOUCHED = re.findall(r"^(\w+) +touched +(\S+)", TIME, re.M)
+TOUCHED = {lesson: compile(spelled(formula), lesson, "eval") for lesson, formula in TOUCHED}
+UNALIGNED = 10  # times as long take products of rows that are no multiple of 16 bytes (docs/results/plan.md)
 
 
 class Rank:
@@ -138,17 +149,20 @@ def replica(job, tensor, pipeline, stage):
     flash = job.attention != "math"
     in_flight = min(microbatches, pipeline - stage * (stages == 1))  # arXiv 2104.04473, section 2.2
     chunk = 1024 if job.attention == "fused" else math.inf
-    rank.activations = activations(own, batch, job.recompute, *split, flash, in_flight, ends, chunk)
+    rank.activations = activations(own, batch, job.recompute, *split, flash, in_flight, ends, chunk, 12)
     tokens = batch * own.seq
+    vocab = -(-shape.vocab // tensor)
+    logits = ends[1] * tokens * vocab
     attention = rank.compute(4 * tokens * own.layers * shape.seq * shape.hidden / tensor, 0)
-    moved = 2 * own.layers * layer_activations(own, batch, "none", *split, flash)
-    rank.forward = attention + rank.compute(2 * tokens * rank.params, moved)
-    again = {"none": 0, "selective": attention * (not flash), "full": rank.forward}
+    layers = attention + rank.compute(2 * tokens * rank.params, passed(own, batch, *split, flash))
+    again = {"none": 0, "selective": attention * (not flash), "full": layers}
+    slower = (UNALIGNED - 1) * 2 * logits * shape.hidden * (vocab % 8 > 0)
+    rank.forward = layers + rank.compute(slower, (16 - split[-1]) * logits)
     rank.backward = 2 * rank.forward + again[job.recompute]
     rank.ms["computation"] = microbatches * (rank.forward + rank.backward)
     travel(rank, own, split, pipeline, len({0, pipeline - 1} - {stage}) * stages, 3 * attention)
     if ends[0] != ends[1]:  # the first and the last stage add up the embedding's gradients
-        rank.send(split[-1] * shape.hidden * -(-shape.vocab // tensor), pipeline, near(job, tensor * job.cp))
+        rank.send(split[-1] * shape.hidden * vocab, pipeline, near(job, tensor * job.cp))
     return rank
 
 
@@ -201,24 +215,34 @@ def divide(job, kind, rank, data, neighbours):
         rank.ms[where] += late / speed
         rank.send(across, data // group, near(job, group), max(0, rank.backward - 2 * gathered / speed))
     newton_schulz = letters["H"] * 70 / 3 * job.shape.hidden / data if kind == "Muon" else 0
-    moved = 2 * held["optimizer"] * (1 + letters["c"] / letters["K"])  # and fp32 weights
+    # AdamW reads gradients, and reads and writes its states and fp32 weights.
+    moved = held["optimizer"] * (2 + 3 * letters["m"] / letters["K"])
+    if lesson not in TOUCHED:  # as single.py's, for the parameters that the rank updates
+        letters["P"] = held["optimizer"] / letters["K"]
+    moved += eval(TOUCHED.get(lesson, TOUCHED["single"]), {"max": max, "min": min}, letters)
     rank.ms["computation"] += rank.compute(newton_schulz, moved)
     rank.held = held | {"activations": rank.activations}
+    # When the last backward begins, buckets are there, or what earlier ones left. No activation outlives it.
+    begin = rank.activations
+    if lesson in BUCKETS:
+        begin += letters["w"] * rank.params
+    elif rank.microbatches > 1:
+        begin += held["gradients"]
+    rank.held["peak"] = held["parameters"] + held["optimizer"] + max(begin, held["gradients"])
 
 
 def row(job, kind, tensor=1, pipeline=1):
     """A strategy, as in --json: the most that a rank holds, that one sends, and that one takes."""
     shape, data = job.shape, job.gpus // (tensor * pipeline)
     active = letters_of_experts(job, 1, 1)["P"] if "EP" in kind else job.params
-    size, sent, ms = {"sum": 0}, 0, {"sum": 0}
+    size, sent, ms = {"peak": 0}, 0, {"sum": 0}
     # Of stages with as many layers an earlier one has more in flight, so these show the most.
     for stage in {0, 1, -shape.layers % pipeline, pipeline - 1} - {pipeline}:
         rank = replica(changed(job, params=active), tensor, pipeline, stage)
         divide(job, kind, rank, data, near_data(job, tensor, pipeline))
-        rank.held["sum"] = sum(rank.held.values())
         rank.ms["sum"] = sum(rank.ms.values())
-        size = max(size, rank.held, key=total)
-        ms = max(ms, rank.ms, key=total)
+        size = max(size, rank.held, key=peak)
+        ms = max(ms, rank.ms, key=operator.itemgetter("sum"))
         sent = max(sent, rank.sent)
     name = f"t{tensor} x p{pipeline} x d{data}" if tensor * pipeline > 1 else kind
     flops = 6 * active + 12 * shape.layers * shape.hidden * shape.seq  # of a token, of which a GPU has:
@@ -232,7 +256,7 @@ def row(job, kind, tensor=1, pipeline=1):
         "recompute": job.recompute,
         "idle": idle(job.schedule, pipeline, rank.microbatches),
         "bytes": size | {"sent_per_step": sent},
-        "fits": size["sum"] <= job.gpu_gb * 1e9,
+        "fits": size["peak"] <= job.gpu_gb * 1e9,
         "ms": ms,
         "mfu": flops / ms["sum"] / job.peak_tflops / 1e9,
         "bound_by": max(ms.keys() - {"sum"}, key=ms.get),
@@ -272,9 +296,9 @@ def changed(job, **values):
 
 
 def fastest(row):
-    """Of rows as fast what sends least comes first, of these DP as the simplest, then what holds least."""
+    """Of rows as fast what sends least comes first, then what holds least."""
     size = row["bytes"]
-    return float(f"{row['ms']['sum']:.6g}"), size["sent_per_step"], row["zero"] > 0, size["sum"]
+    return float(f"{row['ms']['sum']:.6g}"), size["sent_per_step"], size["peak"]
 
 
 def tried(asked):
@@ -296,7 +320,7 @@ def named(asked, job, row):
     for name, value in (vars(job) | {"recompute": row["recompute"]}).items():
         if value != getattr(asked, name):
             text += f" --{name.replace('_', '-')} {value}".removesuffix(" True")
-    return f"{text}: {giga(total(row['bytes']))} GB, {giga(row['ms']['sum'] * 1e9)} ms"
+    return f"{text}: {giga(peak(row['bytes']))} GB, {giga(row['ms']['sum'] * 1e9)} ms"
 
 
 def advise(job):
@@ -304,7 +328,7 @@ def advise(job):
     found = list(itertools.islice(tried(job), MOST))
     fit = sorted((pair for pair in found if pair[1]["fits"]), key=lambda pair: fastest(pair[1]))
     if not fit:
-        least = min(found, key=lambda pair: total(pair[1]["bytes"]))
+        least = min(found, key=lambda pair: peak(pair[1]["bytes"]))
         return None, f"Nothing fits of {len(found)} tried: least is {named(job, *least)}."
     first = next((pair for pair in fit if pair[0] is job), None)
     why = f"Take {named(job, *fit[0])}, the fastest of {len(fit)} rows that were tried and fit"
@@ -321,7 +345,7 @@ def giga(size):
     return f"{size / 1e9:.0f}" if size >= 999.5e9 else f"{size / 1e9:#.3g}".rstrip(".")
 
 
-TITLES = "parameters gradients optimizer activations sum sent/step fits idle ms/step MFU bound_by"
+TITLES = "parameters gradients optimizer activations peak sent/step fits idle ms/step MFU bound_by"
 NOTE = "GB: 10^9 bytes. t x p x d: tensor x pipeline x data (ZeRO-1), the 4 fastest that fit. *: not as asked"
 
 
@@ -376,14 +400,14 @@ gpu              h100|h200|a100|b200  has the figures of the next six flags, whe
 peak-tflops      float   of the data sheet, for the MFU
 tflops           float   TFLOP/s that matrix products reach
 gpu-gb           float   10^9 bytes that are free on it, less than it has
-hbm-gbps         float   GB/s of its memory
+hbm-gbps         float   GB/s that passes over its memory reach
 gbps             float   GB/s that it sends inside a node
 gbps-nodes       float   GB/s that it sends between nodes
 shard            int     GPUs that share a copy of the model, for a row of HSDP (hsdp.py)
 micro-batch      1       sequences that go through the model at once
 accum            float   microbatches that each rank accumulates per step
 precision        mixed|fp32  mixed: 16 bits, with an fp32 optimizer
-attention        flash|math|fused  math stores scores; fused few logits (fusion.py)
+attention        flash|math|fused  math stores scores, and dropout's masks; fused few logits (fusion.py)
 optimizer        adamw|muon  muon: of the matrices, for a row of Muon (muon.py)
 schedule         1f1b|zb-v  of pipelines (pipeline_v.py)
 inner-steps      1       from an exchange to the next, for a row of DiLoCo (diloco.py)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh                 run every lesson on real text and compare each with single.py: a line each, more in runs/
 # ./run.sh ddp ...         only these
+# ./run.sh setup           only make .venv with torch and numpy, if the Python on PATH lacks them
 # ./run.sh test [LESSON]   the tests, or those of a lesson, or of learn.py: learn (what else follows goes to pytest)
 # ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; all that the tests take samples of
 # ./run.sh lint            ruff, and each file beside its budget
@@ -93,6 +94,11 @@ film() { # LESSON: docs/films/LESSON.json, of a step on 4 ranks
 }
 
 case "${1:-}" in
+setup)
+    set_up requirements.txt "torch numpy"
+    say "$python has all that the lessons need. Now: ./run.sh, or python learn.py"
+    exit
+    ;;
 test)
     shift
     set_up requirements-dev.txt "torch numpy pytest pytest-xdist matplotlib jinja2 markdown pygments playwright html5lib"

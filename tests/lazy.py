@@ -118,7 +118,15 @@ LAZY = [  # (exercise, what the first broken promise says, answer)
         ...
         ---
         self.reduce_work.wait()
-        self.shard.grad = self.received.sum(0)
+        gradient = self.received.sum(0)
+        self.shard.grad = gradient if self.shard.grad is None else self.shard.grad + gradient
+        self.received = None
+     """),
+    ("zero1", "several backwards add up", """
+        ...
+        ---
+        self.reduce_work.wait()
+        self.shard.grad = self.received.sum(0, dtype=self.shard.dtype)
         self.received = None
      """),
     ("zero1-gather", "while one travels", """

@@ -125,6 +125,34 @@ def test_the_path_needs_no_torch():
     assert "Next: python learn.py fill" in shown.stdout
 
 
+def test_without_torch_the_python_of_venv_goes_on(folder):
+    missing = mock.patch.object(learn, "main", side_effect=ModuleNotFoundError(name="torch"))
+    with missing, mock.patch.object(learn, "ROOT", folder), mock.patch.object(learn.os, "execv") as start:
+        _, (problem,), code = said(learn.run)
+        assert code == 2 and "torch is missing: ./run.sh" in problem and not start.called
+        python = folder / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+        learn.run()
+        assert start.call_args[0][1] == [python, *sys.argv], "not with the same words"
+        with mock.patch.object(sys, "prefix", str(folder / ".venv")):  # it is that Python that lacks torch
+            assert said(learn.run)[2] == 2
+
+
+def test_a_bug_says_how_to_see_it(folder):
+    for name, wanted in (
+        ("zero1-e837", "--dtype bf16"),
+        ("zero2-7cf0", "--accum 3"),
+        ("single-3bc2", "python "),
+    ):
+        out, *_ = said(lambda name=name: learn.write(f"bug-{name}", False))
+        command = re.sub(r"\s+", " ", out.partition("To see")[2])
+        ranks, accum = (
+            int((re.search(f"{name} ?=?(\\d)", command) or "11")[1]) for name in ("node", "accum")
+        )
+        assert wanted in command and "--batch 12" in command and 12 % (ranks * accum) == 0, out
+
+
 def test_next_is_the_shortest_track_that_is_not_done():
     progress = {}
     order = []

@@ -116,6 +116,9 @@ def test_a_run_sh_line_starts_what_it_names(line, tmp_path):
     env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "LOG": f"{tmp_path}/log"}
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    if line == "./run.sh setup":
+        assert "python3 has all that the lessons need" in done.stdout
+        return
     started = (tmp_path / "log").read_text().splitlines()
     variables, _, arguments = line.partition("./run.sh")
     first, *others = arguments.split() or LESSONS
@@ -170,7 +173,9 @@ def test_the_measured_numbers_on_README_stand_in_the_results():
     assert f"nothing travels: {gpt2['torch DDP, defaults']:.2f})" in README
     assert f"(on that H200: {gpt2['FSDP2']:.2f}, gpt2-xl {xl['FSDP2']:.2f})" in README
     ideal, took = map(int, re.search(r"on one H200 (\d+) ms, where `zero3.py` took (\d+)", README).groups())
-    assert f"| {ideal} ms, MFU 62 % | zero3.py {took} ms, 48 % |" in plan
+    assert f"| {ideal} ms, MFU 55 % | zero3.py {took} ms, 48 % |" in plan
+    job = load("plan").parse("--size gpt2-xl --micro-batch 16 --gpu h200 --gpus 1".split())
+    assert round(load("plan").row(job, "ZeRO-3")["ms"]["sum"]) == ideal
     assert re.search(r"FSDP2.*explicit prefetch.*\| 0\.75; [\d.; ]+ \| 0\.56;", speed)
     assert re.search(r"torch\.distributed\.pipelining.*\| 0\.96 \|", speed)
 

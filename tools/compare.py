@@ -152,8 +152,8 @@ def main(folder, names):
         for row, passed in rows_of(folder, name, single, split):
             print(row, flush=True)
             verdicts.append(passed)
-    counts = f"{verdicts.count(True)} passed, {verdicts.count(False)} failed"
-    print(f"\n{counts}. MB held and sent by a rank: measured / formula")
+    counts = f"{verdicts.count(True)} passed, {verdicts.count(False)} failed. " if verdicts else ""
+    print(f"\n{counts}MB held and sent by a rank: measured / formula")
     return False in verdicts
 
 

@@ -6,17 +6,25 @@ Memory
     offload.py. P = L(12h^2 + 13h) + hv + sh + 2h parameters: L layers of width h, v tokens in the vocabulary,
     s in a sequence; the head is the embedding.
     Activations of a layer in 16 bits (table 2) on each of t tensor-parallel ranks, for b sequences, a heads,
-    with dropout's masks; with flash attention none keeps what selective does:
+    with dropout's masks:
     none          sbh(10 + 24/t + 5as/(ht))     with --sequence-parallel   sbh(34 + 5as/h)/t
     selective     sbh(10 + 24/t)                                           34sbh/t
     full          2sbh                                                     2sbh/t (as blocks enter split)
-    and sbh of the embedding, and the larger of 4sbh + 4sbv/t in the head (with --attention fused, at most
-    1024 tokens in place of sb in the second term: fusion.py) and what a layer computes again.
+    Flash attention keeps no scores, and the lessons have no dropout: none and selective are sbh(8 + 24/t)
+    then. Beside that sbh of the embedding, and the larger of what a layer computes again and of the head:
+    4sbh, and 12 bytes a logit, of sv/t: its fp32 copy, the loss's gradient, the logit's (the paper counts the
+    first alone: 4sbv/t). With --attention fused, of at most 1024 tokens at once (fusion.py).
     Stage i of p has (L + i)/p layers, rounded down; in 1F1B min(m, p-i) of m microbatches are in flight, in
     --schedule zb-v (2401.10241, 6) up to p on each rank; its first rank has both ends. Idle between
     a rank's first action and its last (2401.10241, 5.3), if F = B = W and m microbatches:
     1f1b          (p-1)/(m + p-1)
     zb-v          n/(6m + n) with n the most of 4p-1-3m, 2p-1-m and 0: nothing from 2p-1 microbatches on
+
+Passes over memory (bytes that a forward reads and writes; a backward twice as many)
+    What a layer keeps, written and read once, and 6 numbers of each hidden one, for two residual sums: 76sbh
+    in 16 bits. The toy GPT's operators read and write 76sbh forward and 158sbh backward, as tests count them;
+    the operands of matrix products are in it. A logit has 16 - w, of 42 in a step: products 6, a cast 12,
+    log-softmax 8, and back 16 (in fp32 36, without a cast).
 
 Communication (bytes of a rank per step, w = 2 or 4 a number)
     By the same docstrings what data parallelism, experts and offload send; beside that
@@ -119,13 +127,13 @@ def layer_activations(
 ):
     """Bytes that a layer keeps for backward on a rank (arXiv 2205.05198, table 2), `width` bytes a number.
 
-    `tensor` must divide the heads, with sequence_parallel also the sequence. flash: scores are never stored.
+    `tensor` must divide the heads, with sequence_parallel also the sequence. flash: no scores, no dropout.
     """
     numbers = batch * shape.seq * shape.hidden
     if recompute == "full":
         return width * numbers // (tensor if sequence_parallel else 1)
     # 16 tensors and 2 masks; whole are the masks and the inputs of norms and of column-parallel matrices.
-    whole = (4 * width + 2) * numbers // (tensor if sequence_parallel else 1)
+    whole = (4 * width + 2 * (not flash)) * numbers // (tensor if sequence_parallel else 1)
     stored = recompute == "none" and not flash
     scores = (2 * width + 1) * batch * shape.heads * shape.seq**2 * stored
     return whole + (12 * width * numbers + scores) // tensor
@@ -142,17 +150,27 @@ def activations(
     in_flight=1,
     ends=(True, True),
     chunk=math.inf,
+    logit=4,
 ):
     """Bytes of activations at their peak on a rank whose stage has shape.layers layers (section 4.3).
 
-    in_flight: microbatches after their forward. ends: is the embedding, is the head, with logits of a chunk.
+    in_flight: microbatches after their forward. ends: is the embedding, is the head, with logits of a chunk,
+    each of so many bytes.
     """
     how = tensor, sequence_parallel, width, flash
     kept, whole = (layer_activations(shape, batch, policy, *how) for policy in (recompute, "none"))
     numbers = batch * shape.seq * shape.hidden // (tensor if sequence_parallel else 1)
-    head = 2 * width * numbers + 4 * min(batch * shape.seq, chunk) * -(-shape.vocab // tensor)
+    head = 2 * width * numbers + logit * min(batch * shape.seq, chunk) * -(-shape.vocab // tensor)
     # What is there for a moment: a layer that is recomputed, or the loss.
     return in_flight * (shape.layers * kept + ends[0] * numbers) + max(whole - kept, ends[1] * head)
+
+
+def passed(shape, batch, *how):
+    """Bytes that the forward of shape.layers layers reads and writes on a rank, half of what a backward does.
+
+    how: the last four arguments of layer_activations()."""
+    kept, hidden = (layer_activations(shape, batch, policy, *how) for policy in ("none", "full"))
+    return shape.layers * (2 * kept + 6 * hidden)
 
 
 def exposed(stage, sent, gathered, microbatches, forward, backward):

@@ -176,8 +176,8 @@ def result_of(lesson, config, watch, history, clock=None):
     result["flops"] = {"formula": evaluate(of_time.get("compute", "0"), letters), "measured": computed}
     if "touched" in of_time:
         result["touched"]["touched"] = {"formula": evaluate(of_time["touched"], letters), "measured": touched}
-    result["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else held["all"]
-    if clock and not result["shares_gpu"]:  # there they take turns, and every time is that of the turns
+    result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device == "cuda" else held["all"]
+    if clock and len(history["losses"]) > 2 and not result["shares_gpu"]:  # there they take turns, and every time is that of the turns
         result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
     return result
 
@@ -334,7 +334,7 @@ def main():
         if given.trace and lines < 3:
             refuse(f"--trace {given.trace}: it is of the third line that is printed: needs more --steps")
         is_known = "compute" in read_formulas(lesson, config, True)
-        clock = Clock(lesson, given.machine) if lines > 2 and is_known and not given.trace else None
+        clock = Clock(lesson, given.machine) if is_known and not given.trace else None
         film = Film(lesson) if given.film else None
         result = result_of(lesson, config, *run(lesson, config, given.trace, film), clock)
         if film:

@@ -84,7 +84,10 @@ def check_schedule(name, lesson):
         if name == "interleaved" and k % n:
             continue
         where = f"{name} on {n} ranks, {k} microbatches"
-        schedule = lesson.build_schedule(name, n, k)
+        try:
+            schedule = lesson.build_schedule(name, n, k)
+        except Exception as error:
+            raise AssertionError(f"{where}: {type(error).__name__} {error}") from error
         for i, actions in enumerate(schedule):
             stages = {i, 2 * n - 1 - i} if name == "zb-v" else {i, n + i} if name == "interleaved" else {i}
             stages = {0} if n == 1 and name == "interleaved" else stages
@@ -273,6 +276,19 @@ def check_agreement(lesson):
     assert found == (3, 3), f"{found[0]} microbatches, of which rank {rank} has {found[1]}: both should be 3"
 
 
+def check_sums(lesson):
+    """A second backward adds to what the first has left, also if both were said to be a step's last."""
+    model = lesson.ZeRO1(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear)
+    shards = list(model.parameters())
+    inputs = torch.randn(2, 3)
+    model(inputs).sum().backward()
+    before = [shard.grad.clone() for shard in shards]
+    model(inputs).sum().backward()
+    for shard, once in zip(shards, before):
+        times = (shard.grad.norm() / once.norm()).item()
+        assert abs(times - 2) < 1e-5, f"two equal backwards leave {times:.3f} gradients, which should be 2"
+
+
 def check_units(lesson):
     """What several units share is the root's, which comes first."""
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3))
@@ -383,7 +399,10 @@ POINTS = {  # {lesson: [(promise, ranks, check)]}
         ("buckets start in one order on all ranks", 2, check_order),
     ],
     "uneven": [("ranks agree on tokens and microbatches", 3, check_agreement)],
-    "zero1": [("units: a shared parameter is the root's", 1, check_units)],
+    "zero1": [
+        ("units: a shared parameter is the root's", 1, check_units),
+        ("gradients of several backwards add up", 2, check_sums),
+    ],
     "muon": [("the smaller of two squares; nothing from nothing", 1, check_newton_schulz)],
     "tensor_parallel": [("no exp() overflows", 2, check_large_logits)],
     "context_parallel": [("two softmaxes become one, without overflow", 1, check_merge)],

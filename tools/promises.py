@@ -151,7 +151,7 @@ def be_rank(path, rank, size, flags, folder, watch):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         result = watch(path, [*flags.split(), "--save", f"{folder}/weights"])
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
         if isinstance(error, SystemExit):  # a refusal, whose reason was printed
             sys.stdout.seek(0)
             said = sys.stdout.read().strip().rpartition("\n")[2] if error.code == 2 else "it ended itself"

@@ -4,7 +4,7 @@
     python tools/trouble.py --proof runs tools/diverge.py on those that show a wrong number and that
                                     docs/diverge.json lacks, and says how often it is right of all of them
 
-A mutant runs on 1, 2 and 3 ranks, with 3 microbatches and in bf16, beside the lesson as it is. What differs
+A mutant runs on 1 to 4 ranks, with 3 microbatches and in bf16, beside the lesson as it is. What differs
 first is kept of each run: an error, a hang, the step from which losses or norms differ, bytes held or sent.
 """
 
@@ -22,9 +22,9 @@ from promises import ROOT, SIZES, find_mutants, observe_new, run
 SEEN = ROOT / "docs" / "trouble.json"
 PAGE = ROOT / "docs" / "trouble.md"
 SAID = ROOT / "docs" / "diverge.json"  # {mutant: [phase, function] that tools/diverge.py says}
-RUNS = {"1 rank": (1, ""), "2 ranks": (2, ""), "3 ranks": (3, "")}
+RUNS = {"1 rank": (1, ""), "2 ranks": (2, ""), "3 ranks": (3, ""), "4 ranks": (4, "")}
 RUNS |= {"3 microbatches": (2, "--accum 3"), "bf16": (2, "--dtype bf16")}
-ONLY = {"1 rank": "on", "3 ranks": "on", "3 microbatches": "with", "bf16": "in"}
+ONLY = {"1 rank": "on", "3 ranks": "on", "4 ranks": "on", "3 microbatches": "with", "bf16": "in"}
 BEGIN, END = "<!-- made by tools/trouble.py -->\n", "<!-- end -->\n"
 SYMPTOMS = {  # in the order in which a person meets them
     "hang": "It hangs",
@@ -110,7 +110,9 @@ def observe(path, lesson):
     """{run: what differs in it}."""
     seen = {}
     for name, (size, flags) in RUNS.items():
-        if size in SIZES.get(lesson, (1, 2, 3)):
+        if name == "4 ranks" and (seen.get("1 rank") or seen.get("2 ranks")):
+            continue  # what shows on fewer is not to be found on 4 first
+        if size in SIZES.get(lesson, range(1, 5)):
             right = run(f"{ROOT}/{lesson}.py", lesson, size, flags)
             seen[name] = differs(run(path, lesson, size, flags), right)
             if seen[name] == "hang":
@@ -127,6 +129,8 @@ def where(seen):
         return "on 1 rank already"
     if shows[0] == "2 ranks":
         return "from 2 ranks on" if seen.get("3 ranks", True) else "on 2 ranks, not on 3"
+    if shows[0] in ("3 ranks", "4 ranks"):
+        return f"from {shows[0]} on"
     return "with several microbatches, and in bf16"
 
 
