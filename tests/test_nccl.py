@@ -63,7 +63,7 @@ def pool():
 
 
 def together(function, name, rows=((),)):
-    """function(path of a lesson or mutant, *row) for all rows, in a process that knows its operators already."""
+    """function(path of a lesson or mutant, *row) for all rows, in one process: operators are known then."""
     path = str((ROOT / name).with_suffix(".py"))
     for future in [pool().submit(function, path, *row) for row in rows]:
         future.result()
