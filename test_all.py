@@ -216,9 +216,14 @@ RACES += ["uneven", "uneven --order balanced --pack"]
 RACES += ["context_parallel"]
 RACES += ["hsdp --shard 1", "diloco", "sequence_parallel", "parallel_3d", "resume"]
 RACES += ["checkpointing --every 2", "checkpointing --policy selective"]
-RACES += [f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4")]
+RACES += [
+    f"pipeline --schedule {schedule}" for schedule in ("gpipe", "1f1b", "interleaved --accum 4 --batch 16")
+]
 if torch.__version__ >= "2.13":  # in 2.11's schedules of a V the last rank sends to itself, which gloo cannot
-    RACES += ["pipeline_v --accum 4 --layers 4", "expert_zero --ep 1"]  # whose FSDP2 takes no ModuleDict
+    RACES += [
+        "pipeline_v --accum 4 --layers 4 --batch 16",
+        "expert_zero --ep 1",
+    ]  # whose FSDP2 takes no ModuleDict
 
 
 @on_ranks(2)
@@ -230,6 +235,9 @@ def check_peers(run):
     race = load("bench/bench").Race(name, SimpleNamespace(also=[], beside=beside), [*flags, *own])
     titles = [*race.ours, *(title for title in race.peers if "DeepSpeed" not in title)]
     assert len(titles) > 2, "no peer but the lesson on a part of the batch"
+    tokens = sum(inputs.numel() for inputs, *_ in race.part)
+    half = race.config.batch * race.config.context // 2
+    assert tokens == half or name == "uneven", "compute alone has other tokens"
     with TemporaryDirectory() as folder:
         assert race.compare(titles, folder) < 1e-12, f"not the weights of {titles}"
 

@@ -422,8 +422,9 @@ def parse(words):
 def main(bench):
     for name, more in itertools.product(bench.lessons, [[], *bench.also]):
         config = load(name).parse([*bench.flags, *OWN_FLAGS.get(name, []), *more])  # which refuses bad flags
-        if config.batch < bench.ranks * config.accum:
-            refuse(f"--batch {config.batch}: must be at least ranks x --accum, {bench.ranks * config.accum}")
+        parts = bench.ranks * config.accum
+        if config.batch % parts:  # "compute alone" would compute nothing of the rest
+            refuse(f"--batch {config.batch}: must be a multiple of ranks x --accum, {parts}")
     made = {"date": datetime.datetime.now().isoformat(" ", "minutes"), "torch": torch.__version__}
     made |= {"command": shlex.join(sys.argv), "flags": bench.flags, "lessons": {}}
     made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"}

@@ -1,7 +1,6 @@
 """Rounding or a bug? How far correct and broken lessons move away from single.py, step by step.
 
-    python bench/rounding.py          runs what docs/results/rounding.json lacks, and writes the page's table
-    python bench/rounding.py --page   writes only the table in docs/results/rounding.md
+    python bench/rounding.py     runs what docs/results/rounding.json lacks, and prints tables of all
 
 Each run is compared with single.py in its own dtype. "single.py, two halves" is single.py with --accum 2, so
 it shows what another order of the same sums does on one rank. The lessons in MUTANTS are broken: each runs
@@ -26,8 +25,6 @@ import ledger  # noqa: E402
 import promises  # noqa: E402
 
 RESULT = ROOT / "docs/results/rounding.json"
-PAGE = ROOT / "docs/results/rounding.md"
-BEGIN, END = "<!-- made by bench/rounding.py -->\n", "<!-- end -->\n"
 FLAGS = "--layers 4 --heads 4 --width 64 --context 32 --batch 8 --steps 200 --device cpu"
 FIRST = "single.py, again"
 DTYPES = ("fp64", "fp32", "bf16")
@@ -95,7 +92,7 @@ def run_all():
                 result["runs"][name] = {dtype: found[dtype] for dtype in DTYPES}
                 text = json.dumps(result)
                 RESULT.write_text(json.dumps(json.loads(text, parse_float=rounded), indent=0) + "\n")
-                print(name, flush=True)
+                print(name, file=sys.stderr, flush=True)
 
 
 def files(folder):
@@ -118,7 +115,7 @@ def rounded(text):
 
 
 def table(result):
-    """The lines of the page's tables: of each dtype the runs, with their distances at the steps SHOWN."""
+    """The lines of the tables: of each dtype the runs, with their distances at the steps SHOWN."""
     cores = f"gloo, {result['cores']} cores"
     yield f"{result['date']}, torch {result['torch']}, {cores}, flags `{result['flags']}`."
     at = [result["steps"].index(step) for step in SHOWN]
@@ -134,17 +131,9 @@ def table(result):
             yield f"| {broken}{name} | {' | '.join(f'{number:.1e}' for number in numbers)} |"
 
 
-def page(text, result):
-    """The page with this table in it."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + "\n".join(table(result)) + "\n" + END + rest.partition(END)[2]
-
-
 def main():
-    if "--page" not in sys.argv:
-        run_all()
-    if PAGE.exists():
-        PAGE.write_text(page(PAGE.read_text(), json.loads(RESULT.read_text())))
+    run_all()
+    print("\n".join(table(json.loads(RESULT.read_text()))))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def main():
     if dist.get_rank() == 0:
         ranks = f"{dist.get_world_size()} ranks {dist.get_backend()}"
         print(f"touched {' '.join(flags)} | {ranks} | torch {torch.__version__}")
-        print("| bytes a parameter | all | by pass |\n|---|---|---|")
+        print("\n| bytes a parameter | all | by pass |\n|---|---|---|")
     for title, name in rows:
         found, _ = count(title, name, flags)
         more = {each: (found[each] - of_plain[each]) / numbers for each in found | of_plain}

@@ -38,7 +38,8 @@ BAD = {  # {command: {arguments: what the line names}}
     }, "bench/bench.py": {
         "nope": "nope", "--rounds 0": "--rounds", "ddp --hosts 100": "--hosts", "ddp --rate 0bit": "--rate",
         "ddp --json /no/x.json": "--json /no/x.json", "ddp --batch x": "--batch", "ddp --also '": "--also",
-        "ddp --also=--prefetch=1": "--prefetch",
+        "ddp --also=--prefetch=1": "--prefetch", "pipeline --batch 4 --accum 4": "--batch 4",
+        "context_parallel --batch 1": "--batch 1", "tensor_parallel --batch 3": "--batch 3",
     }, "tools/compare.py": {"/no/such ddp": "/no/such", "README.md": "README.md"}, "bench/gpu.py": {
         "--rehearse --tflops x": "--tflops", "--rehearse --tflops nan": "--tflops nan",
         "--rehearse --tflops -1": "--tflops -1", "--rehearse ddp nope": "nope",

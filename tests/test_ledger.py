@@ -289,6 +289,21 @@ def test_constants_that_are_damaged_are_measured_again(damaged, tmp_path):
     assert code == 0 and set(kept) == {"C", "M", "alpha", "beta", "gamma"}
 
 
+@on_ranks(2)
+def check_constants(path):
+    """All ranks measure the machine, or none, even if rank 1 has another batch, as in reshard.py."""
+    clock, lesson, measured = load("tools/clock"), load("ddp"), []
+    constants = dict.fromkeys(("C", "M", "alpha", "beta", "gamma"), 1.0)
+    with mock.patch.object(clock, "measure", lambda *_: measured.append(1) or constants):
+        for batch in (4, 8 - 4 * dist.get_rank()):
+            clock.machine_of(lesson, lesson.parse([]), batch, torch.device("cpu"), path)
+    assert len(measured) == 2, f"measured {len(measured)} times, not for 4 and for 8"
+
+
+def test_ranks_with_other_batches_measure_the_machine_together(tmp_path):
+    check_constants(f"{tmp_path}/c.json")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_where_finds_ranks_behind_a_wrapper_and_in_a_pod():
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]

@@ -157,7 +157,8 @@ def machine_of(lesson, config, batch, device, path=None):
     path = Path(path or RUNS / f"machine-{socket.gethostname()}-{dist.get_backend()}.json")
     shape = [getattr(config, name) for name in lesson.SHAPE]
     key = f"{shape} {config.dtype} {batch} {dist.get_world_size()} {torch.get_num_threads()} {device.type}"
-    known = from_rank_0(constants_in(path))
+    # Of rank 0: reshard.py's servers have another batch, and all ranks measure, or none.
+    key, known = from_rank_0((key, constants_in(path)))
     if key not in known:
         known[key] = from_rank_0(measure(lesson, config, batch, device))
         if dist.get_rank() == 0:

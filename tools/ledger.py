@@ -177,7 +177,8 @@ def result_of(lesson, config, watch, history, clock=None):
     if "touched" in of_time:
         result["touched"]["touched"] = {"formula": evaluate(of_time["touched"], letters), "measured": touched}
     result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device == "cuda" else held["all"]
-    if clock and len(history["losses"]) > 2 and not result["shares_gpu"]:  # there they take turns, and every time is that of the turns
+    # Ranks that share a GPU take turns, and every time is that of the turns.
+    if clock and len(history["losses"]) > 2 and not result["shares_gpu"]:
         result |= clock.compare(lesson, config, result, letters, of_time, evaluate)
     return result
 
