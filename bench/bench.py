@@ -16,7 +16,8 @@ shows the median time of a step, and the ratio of the lesson's time to it: media
 rounds; below 1 the lesson was faster. Then each runs in processes of its own: "live" is the most bytes
 allocated after any operator of its third step, "process" the most that the process took.
 
-COMPILE=1 in the environment: the blocks and the loss of all go through torch.compile.
+COMPILE=1 in the environment: the blocks and the loss of all go through torch.compile. SLEEP=12: blocks sleep
+for 12 ms in forward and 24 in backward in place of computing, so that sending need not share the cores.
 
 With --hosts the bytes are counted that each host really sent, and the floor is what a step can hardly be
 shorter than: the longer of compute alone (1/N of the batch, nothing sent) and bytes / rate. With --host times
@@ -71,10 +72,32 @@ def load(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
     lesson = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lesson)
+    if os.environ.get("SLEEP"):
+        lesson.Block.forward = sleep_instead
     if os.environ.get("COMPILE"):  # of lessons and peers alike, without a line in either
         lesson.Block.forward = torch.compile(lesson.Block.forward)
         lesson.mean_loss = torch.compile(lesson.mean_loss)
     return lesson
+
+
+class Sleep(torch.autograd.Function):
+    """What a block takes, without its work; its gradients are small multiples of its parameters."""
+
+    @staticmethod
+    def forward(ctx, x, *params):
+        ctx.params = params
+        time.sleep(float(os.environ["SLEEP"]) / 1e3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * float(os.environ["SLEEP"]) / 1e3)
+        return grad, *(1e-3 * param for param in ctx.params)
+
+
+def sleep_instead(block, x):
+    parts = block.modules()  # whose parameters() a wrapped module refuses
+    return Sleep.apply(x, *(param for part in parts for param in part._parameters.values()))
 
 
 def loader_of(lesson):
