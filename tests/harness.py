@@ -26,7 +26,11 @@ TEXT = "LICENSE"  # relative to the checkout, whose own path may have spaces
 # 12: ranks 1 to 4 can share the heads, and no unit's size is a multiple of 8
 TINY = f"--layers 3 --heads 12 --width 36 --context 16 --steps 3 --batch 12 --data {TEXT}"
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn", "tests.harness"])
+sys.path += [f"{ROOT}/{part}" for part in ("tools", "bench", "site")]  # the fork server lacks pytest's
+import promises  # noqa: E402, F401 which preloads less: the last who asks is heard, and all share one fork server
+
+MODULES = "promises numpy.ma torch._dynamo torch.distributed.nn tests.harness test_all"
+FORK.set_forkserver_preload(MODULES.split())
 
 
 def begin(rank, size, store):
@@ -119,9 +123,10 @@ def load(name, device="cuda"):
 
 def train_here(name, flags, watched):
     """On a rank: what tools/ledger.py finds of a run, or, if nobody watches, its losses and norms."""
-    lesson, ledger = load(name), load("tools/ledger")
+    lesson = load(name)
     config = lesson.parse(flags.split())
     if watched:
+        ledger = load("tools/ledger")
         return ledger.result_of(lesson, config, *ledger.run(lesson, config))
     steps = []
     lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))

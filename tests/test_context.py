@@ -29,15 +29,15 @@ def documents_of(rows, n_tokens, seed=0):
 
 def mask_of(begins):
     """Whether each query (b, 1, s, 1) sees each key (b, 1, 1, s), one by one."""
-    rows, n_tokens = begins.shape
-    mask = torch.zeros(rows, 1, n_tokens, n_tokens, dtype=torch.bool)
-    for row, query in product(range(rows), range(n_tokens)):
-        key = query
-        mask[row, 0, query, key] = True
-        while key and not begins[row, key]:
-            key -= 1
-            mask[row, 0, query, key] = True
-    return mask
+    masks = []
+    for row in begins.tolist():
+        masks.append([])
+        for query in range(len(row)):
+            first = query
+            while first and not row[first]:
+                first -= 1
+            masks[-1].append([first <= key <= query for key in range(len(row))])
+    return torch.tensor(masks)[:, None]
 
 
 @on_ranks(3)

@@ -38,7 +38,7 @@ def test_with_copies_of_one_rank_it_is_ddp_py_and_with_one_copy_zero3_py(optim):
 
 
 def test_one_of_512_ranks_holds_and_sends_the_formulas():
-    flags = "--size 7.5b --dtype bf16 --steps 2 --batch 512 --device cpu --shard 8"
+    flags = "--size 7.5b --layers 24 --dtype bf16 --steps 2 --batch 512 --device cpu --shard 8"
     result = simulate("hsdp", 512, 300, flags, "nccl")
     for name, row in result["sent"].items():
         assert row["wire"] == pytest.approx(row["formula"], rel=1e-6), f"{name}: other bytes"

@@ -59,11 +59,11 @@ NAMED = {
 
 @cache
 def pool():
-    return ProcessPoolExecutor(2, FORK, initializer=gc.freeze)
+    return ProcessPoolExecutor(1, FORK, initializer=gc.freeze)
 
 
 def together(function, name, rows=((),)):
-    """function(path of a lesson or mutant, *row) for all rows, two at a time."""
+    """function(path of a lesson or mutant, *row) for all rows, in one process: operators are known then."""
     path = str((ROOT / name).with_suffix(".py"))
     for future in [pool().submit(function, path, *row) for row in rows]:
         future.result()

@@ -297,7 +297,8 @@ def load(path):
     """A script's file as a module, which may import its neighbours."""
     folder = Path(path).resolve().parent
     sys.path.insert(0, str(folder))
-    hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if (folder / f"{name}.py").is_file()}
+    names = {file.stem for file in folder.glob("*.py")}
+    hidden = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     lesson = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lesson)

@@ -48,7 +48,9 @@ FLAGS = f"{SHAPE} --steps 3 --dtype fp64 --lr 0.01 --clip 0.5 --device cpu".spli
 FLAGS += ["--data", f"{ROOT}/LICENSE"]  # the path may have spaces
 DEATHS = "--workers 4 --steps 12 --kill 1@3 0@6 --join 9 --accum 3 --timeout 2"  # of survive.py
 FORK = multiprocessing.get_context("forkserver")  # macOS does not allow fork() in a process that has threads
-FORK.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn", "torch._subclasses.fake_tensor"])
+FORK.set_forkserver_preload(
+    ["numpy.ma", "torch._dynamo", "torch.distributed.nn", "torch._subclasses.fake_tensor"]
+)
 # {what the operator's name contains: what travels}. Over gloo an all-to-all does a reduce-scatter's work.
 KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "alltoall": "reduce-scatter or all-to-all"}
 KINDS |= {"reduce_scatter": KINDS["alltoall"], "send": "message", "recv": "message", "broadcast": "broadcast"}

@@ -40,8 +40,11 @@ def tensors_in(tree):
     """The tensors in lists, tuples and dicts. (pytree's way takes a third of a watched step.)"""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for part in tree for tensor in tensors_in(part)]
 
 
 def owner_of(tensor):
@@ -135,6 +138,8 @@ class Watch(TorchDispatchMode):
         self.owners = []  # of each number the thread that made it
         self.events = []  # (number, bytes that it grew by)
         self.lent = []  # weak references to what collectives were given
+        self.gradients = set()  # ids of storages that were a leaf's .grad
+        self.has_threads = False  # of the lesson's own, or those of its libraries
         self.kinds = {}  # number: kind
         self.same = []  # of each number another one of the same kind, or itself
         self.sent = Counter()
@@ -171,10 +176,12 @@ class Watch(TorchDispatchMode):
     def forget(self, key):
         with self.lock:
             self.resize(key, 0)
+            self.gradients.discard(key)
             del self.alive[key]
 
     def run_thread(self, thread):
         """In place of Thread.run(): the same, watched."""
+        self.has_threads = True
         self.here.name = None if thread.name.startswith("device 0") else thread.name
         _push_mode(self)
         try:
@@ -279,9 +286,12 @@ class Watch(TorchDispatchMode):
                 storage.owner = here
         if not self.on:
             return
+        is_alone = not self.has_threads
         for leaf in self.leaves:
-            if owner_of(leaf) == here and leaf.grad is not None:  # nobody frees it meanwhile
-                self.note(leaf.grad, "gradients")
+            grad = leaf.grad if is_alone or owner_of(leaf) == here else None  # nobody frees it meanwhile
+            if grad is not None and id(grad.untyped_storage()) not in self.gradients:
+                self.note(grad, "gradients")
+                self.gradients.add(id(grad.untyped_storage()))
         numbers = [self.note(tensor) for tensor in (*given, *made)]
         name = function.name().split(".")[0]
         if function.namespace == "c10d":
