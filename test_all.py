@@ -133,12 +133,14 @@ def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
     assert apart(own, weights) < 1e-9, "weights differ"
 
 
+@pytest.mark.long_table
 @cells(*((n, "--accum 3") for n in (1, 3, 4)), (2, "--optim sgd"), (2, "--accum 3 --optim sgd --clip inf"))
 def test_losses_norms_and_weights_are_single_pys_and_bytes_the_docstrings_formulas(name, size, flags):
     check_parity(name, size, flags, watched=True)
     check_ledger(name, size, flags, EXACT)
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("lesson", LESSONS[1:], ids=NAMES[1:])
 def test_with_its_defaults_on_8_ranks_a_lesson_is_single_py_to_the_last_printed_digit(lesson):
     alone = lesson.name == "diloco"  # by default another algorithm, and norms are the ranks' own
@@ -292,6 +294,7 @@ def check_ledger(name, size=4, flags="--accum 3", job=f"{TINY} --steps 2 --batch
         assert abs(more) < 64 * len(weights), f"touched: {more:+.0f} bytes from the formula"
 
 
+@pytest.mark.long_table
 @cells((2, "--dtype bf16"), (2, "--accum 3 --optim sgd"))
 def test_bytes_held_and_sent_are_the_docstrings_formulas(name, size, flags):
     check_ledger(name, size, flags)
@@ -300,6 +303,7 @@ def test_bytes_held_and_sent_are_the_docstrings_formulas(name, size, flags):
 VARIANTS = [(lesson.name, lesson.worlds[-1], flags) for lesson in LESSONS for flags in lesson.variants]
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("name, size, flags", VARIANTS)
 def test_numbers_are_the_same_and_bytes_the_formulas_with_flags_of_its_own(name, size, flags):
     check_parity(name, min(3, size), "--accum 3", flags)

@@ -1,6 +1,7 @@
 """--lesson zero3 runs what concerns zero3.py alone; at the end, a line for each promise that broke.
-The whole suite keeps all promises, and tries an eighth of the mutants, which test the tests: drawn anew each
-time, or those of --mutants SEED, or with --mutants all, as where a part of the suite is named, all."""
+The whole suite keeps all promises, on every second row of the long tables (of lessons, ranks and flags), and
+tries an eighth of the mutants, which test the tests: drawn anew each time, or those of --mutants SEED. With
+--mutants all, or where a part of the suite is named, all run."""
 
 import os
 import random
@@ -18,10 +19,11 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests run on the CPU, where there are
 
 def pytest_addoption(parser):
     parser.addoption("--lesson", choices=NAMES, help="only what concerns this lesson")
-    parser.addoption("--mutants", metavar="SEED|all", help="all, or the eighth that was drawn with this seed")
+    parser.addoption("--mutants", metavar="SEED|all", help="all, or what was drawn with this seed")
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "long_table: of whose rows the whole suite draws every second")
     if not hasattr(config, "workerinput"):  # xdist's workers inherit what is drawn here
         whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
         whole = whole and not config.option.keyword and not config.option.lesson
@@ -34,11 +36,15 @@ def is_mutant(item):
     return hasattr(item, "callspec") and {"old", "new"} <= item.callspec.params.keys()
 
 
-def draw_mutants(items, seed):
-    """The items, in their order, with an eighth of their mutants."""
+def draw(items, seed):
+    """The items, in their order, with an eighth of their mutants, and every second row of the long tables."""
+    chosen = random.Random(seed)
     mutants = [item for item in items if is_mutant(item)]
-    drawn = random.Random(seed).sample(mutants, -(-len(mutants) // 8))
-    return [item for item in items if item in drawn or not is_mutant(item)]
+    drawn = chosen.sample(mutants, -(-len(mutants) // 8))
+    first = chosen.randrange(2)
+    rows = [item for item in items if not is_mutant(item) and item.get_closest_marker("long_table")]
+    others = {*mutants, *rows}.difference(drawn, rows[first::2])
+    return [item for item in items if item not in others]
 
 
 def concerns(item, lesson):
@@ -53,14 +59,14 @@ def pytest_collection_modifyitems(config, items):
     if lesson := config.getoption("--lesson"):
         items[:] = [item for item in items if concerns(item, lesson)]
     if config.option.mutants != "all":
-        items[:] = draw_mutants(items, config.option.mutants)
+        items[:] = draw(items, config.option.mutants)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
     if config.option.mutants != "all":
         terminalreporter.write_line(
-            f"An eighth of the mutants; the same again: --mutants {config.option.mutants}"
+            f"Drawn: mutants and rows of long tables; the same again: --mutants {config.option.mutants}"
         )
     for report in terminalreporter.stats.get("failed", []) + terminalreporter.stats.get("error", []):
         test, _, parameters = report.nodeid.partition("[")

@@ -139,6 +139,7 @@ def check_documents(name, size=2, kind="gather", watched=False):
     assert apart(own, weights) < 1e-9, "weights differ"
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("size, kind", [*product((1, 2, 4), KINDS), (8, "ring")])
 def test_training_is_single_pys_and_bytes_are_the_formulas(size, kind):
     job = f"{JOB} --accum 1" if size == 8 else JOB  # 8 ranks take long
@@ -146,6 +147,7 @@ def test_training_is_single_pys_and_bytes_are_the_formulas(size, kind):
     check_ledger("context_parallel", size, f"{job} --kind {kind}", EXACT)
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("size, kind", [*product((1, 2, 4), KINDS), (3, "gather"), (3, "ring")])
 def test_with_documents_training_is_that_with_the_whole_mask_and_bytes_are_the_same(size, kind):
     check_documents("context_parallel", size, kind, watched=True)

@@ -103,6 +103,7 @@ def drop_and_change(lesson, config):
         x += y
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("name", OWN)
 def test_a_lesson_runs_on_gpus(name):
     size = 1 if name in ALONE else 4
@@ -150,6 +151,7 @@ def orders(name):
     return [(size, f"{flags} {own}") for size, own in [*((size, "") for size in (2, 3, 8)), *own]]
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("name", [name for name in OWN if name not in ALONE])
 def test_ranks_meet_in_the_order_that_nccl_needs(name):
     together(in_order, name, orders(name))

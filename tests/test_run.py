@@ -291,12 +291,19 @@ def test_paths_are_found_from_another_folder(tmp_path):
     assert done.returncode == 2 and "no lesson 'no_such_lesson'" in done.stderr and os.listdir(tmp_path) == []
 
 
-def test_the_whole_suite_draws_an_eighth_of_the_mutants(monkeypatch):
+class Item:
+    def __init__(self, is_row, **params):
+        self.get_closest_marker = {"long_table": is_row}.get
+        self.callspec = SimpleNamespace(params=params)
+
+
+def test_the_whole_suite_draws_an_eighth_of_the_mutants_and_half_the_rows(monkeypatch):
     monkeypatch.setenv("MUTANTS", "")  # and back
-    promises = [SimpleNamespace(number=i) for i in range(5)]
-    rows = [SimpleNamespace(callspec=SimpleNamespace(params={"old": i, "new": i})) for i in range(40)]
-    drawn = [conftest.draw_mutants([*promises, *rows], seed) for seed in "778"]
-    assert all(len(items) == 5 + 5 and items[:5] == promises for items in drawn)
+    promises, rows = [Item(False) for _ in range(5)], [Item(True, name=i) for i in range(6)]
+    edits = [Item(False, old=i, new=i) for i in range(40)]
+    drawn = [conftest.draw([*promises, *rows, *edits], seed) for seed in "778"]
+    assert all(len(items) == 5 + 3 + 5 and items[:5] == promises for items in drawn)
+    assert all(items[5:8] in (rows[::2], rows[1::2]) for items in drawn), "not every second row"
     assert drawn[0] == drawn[1] != drawn[2], "the same seed, the same mutants"
     source = pytest.Config.ArgsSource
     for args, keyword, lesson, given, pattern in (
@@ -307,7 +314,8 @@ def test_the_whole_suite_draws_an_eighth_of_the_mutants(monkeypatch):
         (source.ARGS, "", None, None, "all"),
     ):
         option = SimpleNamespace(keyword=keyword, lesson=lesson, mutants=given)
-        conftest.pytest_configure(SimpleNamespace(args_source=args, option=option))
+        config = SimpleNamespace(args_source=args, option=option, addinivalue_line=print)
+        conftest.pytest_configure(config)
         assert re.fullmatch(pattern, option.mutants), (args, keyword, lesson, given)
 
 
