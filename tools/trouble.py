@@ -52,7 +52,7 @@ HINTS = {
 }
 CAUSES = {  # what a mutant's old or new text has, the first that fits
     "a sum or a copy is in too few bits": r"float32|float64|bfloat16|double|_foreach_copy_|part\.dtype",
-    "counted on several ranks, or on one alone": r"rank\(?\)? == 0|counted|inside",
+    "counted on several ranks, or on one alone": r"rank\(\) == 0|counted|inside",
     "a collective is missing, one too many, or over the wrong ranks": r"all_reduce\(|dist\.broadcast|"
     r"group(?!\[)|average|tp_sum|get_world_size\(\), shard|get_rank\(|syncing|is_last_backward|total\.add_",
     "a wait is missing, too early or too late": r"\bwait\b|finish|reduce_job|submit|prefetch\(|previous",
