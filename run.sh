@@ -112,8 +112,8 @@ fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
     export OMP_NUM_THREADS=1 FUZZ="${2:-$RANDOM} ${3:-200}"
     say "Seed and runs: $FUZZ"
-    parts="random or two_deaths or exercises or lazy or honest or test_handout"
-    exec "$python" -m pytest -vv test_all.py tests/test_{survive,learn,plan,handout}.py -k "$parts"
+    parts="random or two_deaths or exercises or lazy or honest or test_handout or pays_on"
+    exec "$python" -m pytest -vv test_all.py tests/test_{survive,resume,learn,plan,handout}.py -k "$parts"
     ;;
 lint)
     set_up requirements-dev.txt "ruff"

@@ -1,5 +1,6 @@
 """What is special to resume.py."""
 
+import json
 import os
 import re
 import subprocess
@@ -238,6 +239,27 @@ def test_two_hosts_print_single_pys_losses():
     losses = [float(loss) for loss in re.findall(r"^step .*? loss ([\d.]+)", job.stdout, re.M)]
     alone, _ = train("single", 1, " ".join(flags))
     assert len(losses) == 3 and apart(losses, alone["losses"]) < 6e-5, job.stdout + job.stderr
+
+
+@pytest.mark.skipif(NO_NAMESPACES or not os.environ.get("FUZZ"), reason="needs root; ./run.sh fuzz")
+@pytest.mark.parametrize("lesson, flag", [("ddp", "--no-overlap"), ("zero3", "--prefetch 0")])
+def test_what_hides_messages_pays_on_a_link(lesson, flag, tmp_path):
+    """By the median, as bench.py has it; blocks sleep, so that a busy machine does not matter."""
+    command = [
+        sys.executable,
+        "bench/bench.py",
+        lesson,
+        f"--also={flag}",
+        "--hosts",
+        "2",
+        "--rate",
+        "100mbit",
+    ]
+    command += ["--size", "toy", "--rounds", "3", "--no-memory", "--json", f"{tmp_path}/out.json"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"SLEEP": "5"}, **PIPES)
+    assert done.returncode == 0, done.stderr
+    table = json.loads((tmp_path / "out.json").read_text())["lessons"][lesson]
+    assert table[f"{lesson}.py {flag}"]["ratio"] < 0.95, done.stdout
 
 
 ODD = """import os, sys, time, torch, torch.distributed as dist

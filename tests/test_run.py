@@ -125,6 +125,12 @@ case "$all" in *ddp.py*) eval "$THEN" ;; esac
 """
 
 
+def hear():
+    """What starts in the background, or under nohup, ignores these, and bash cannot trap what it ignores."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path):
     """A function that starts run.sh in a checkout with such a Python."""
@@ -139,7 +145,7 @@ def start(tmp_path):
 
     def start(*arguments, shell="bash", **more):
         command = [shell, "./run.sh", *arguments]
-        options = {"stdout": -1, "stderr": -1, "text": True, "start_new_session": True}
+        options = {"stdout": -1, "stderr": -1, "text": True, "start_new_session": True, "preexec_fn": hear}
         return subprocess.Popen(command, cwd=tmp_path, env=env | more, **options)
 
     return start
@@ -361,6 +367,7 @@ def test_hosts_leave_nothing_behind(name, twice, tmp_path):
     hosts = ["bench/hosts.sh", "2", "1gbit", "--", "ddp.py"]
     env = os.environ | {"PYTHON": str(agent), "PYTHONPATH": str(ROOT / "bench")}
     options = {"cwd": ROOT, "env": env, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    options["preexec_fn"] = hear
     run = subprocess.Popen([sys.executable, "-c", begin, *hosts], **options)
     while not (tmp_path / "began").exists():
         assert run.poll() is None
