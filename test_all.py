@@ -244,7 +244,7 @@ def check_peers(run):
         assert race.compare(titles, folder) < 1e-12, f"not the weights of {titles}"
 
 
-test_training_ends_in_the_weights_of_its_peers = holds(RACES, check_peers)
+test_training_ends_in_the_weights_of_its_peers = pytest.mark.long_table(holds(RACES, check_peers))
 
 
 def slack(name, weights, size, flags):

@@ -21,6 +21,7 @@ def check_mesh(name, size=8, tp=2, pp=2, zero=0, flags="--accum 2"):
     check_parity(name, size, f"{SHAPE} {flags}", f"--tp {tp} --pp {pp} --zero {zero}")
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_trains_as_single_py_and_its_bytes_are_the_formulas(mesh):
     size, tp, pp, zero = map(int, mesh.split())

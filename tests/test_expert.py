@@ -129,6 +129,7 @@ def printed(name, flags):
     return re.findall(r"loss (\S+)", out), [[eval(x) for x in row] for row in rows]
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("flags", BALANCED)
 def test_balance_makes_loads_more_even_and_fewer_tokens_are_dropped(flags):
     both = flags, f"{flags} --balance 0 --bias-rate 0"

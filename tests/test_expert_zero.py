@@ -23,6 +23,7 @@ MESHES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)]
 FLAGS = "--experts 8 --batch 48"
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("size, ep", MESHES)
 def test_every_mesh_trains_as_expert_parallel_py_on_one_rank(size, ep):
     every = "", "--accum 3 --balance 0 --bias-rate 0.005", "--accum 3 --balance 0.3 --top-k 1"
@@ -30,6 +31,7 @@ def test_every_mesh_trains_as_expert_parallel_py_on_one_rank(size, ep):
         check_parity("expert_zero", size, f"{FLAGS} {flags}", f"--ep {ep}")
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("size, ep", [(4, 2), (8, 4), (4, 4)])
 def test_bytes_on_every_mesh_are_the_formulas(size, ep):
     job = f"{TINY} {FLAGS} --steps 2"

@@ -9,6 +9,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -638,7 +639,7 @@ def test_the_page_and_the_cases_have_the_same_rows():
     assert list(read_table()) == list(CASES)
 
 
-test_each_row_ends_as_the_page_says = holds(LESSONS, check_rows)
+test_each_row_ends_as_the_page_says = pytest.mark.long_table(holds(LESSONS, check_rows))
 
 
 def row(start):

@@ -30,6 +30,7 @@ def done(lane, lines):
     return rows | {"held": {kind: size for _, _, kind, size in lane["held"] if kind in KINDS}}  # at its end
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("path", FILMS, ids=lambda path: path.stem)
 def test_a_step_does_what_its_film_shows(path):
     assert path.stat().st_size <= 64_000, "a film of more than 64 kB"

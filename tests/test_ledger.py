@@ -338,7 +338,7 @@ MUTANTS = [
     ("watch", "tensor in given) > 1", "tensor in given) > 0", check_watch, "single numbers"),
     ("watch", '"aten::_to_copy", ', "", check_watch, "cast to"),
     ("watch", '"aten::copy_", ', "", check_watch, "copied and sent"),
-    ("watch", 'self.note(leaf.grad, "gradients")', "pass", check_watch, "gradients"),
+    ("watch", 'self.note(grad, "gradients")', "pass", check_watch, "gradients"),
     ("watch", 'self.note(tensor, "optimizer")', "pass", check_watch, "two moments"),
     ("watch", "max(most[kind], alive[where])", "alive[where]", check_watch, "cast to"),
     ("watch", '"other" if number < self.before', "None if number < self.before", check_watch, "activations"),
