@@ -562,6 +562,8 @@ def run():
     except (KeyboardInterrupt, EOFError):
         sys.exit("\nlearn.py: stopped; progress is kept")
     except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "numpy"):
+            raise
         venv = ROOT / ".venv"
         if Path(sys.prefix) == venv or not (venv / "bin" / "python").exists():
             refuse(f"{missing.name} is missing: ./run.sh setup installs it once, in .venv")

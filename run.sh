@@ -3,7 +3,7 @@
 # ./run.sh ddp ...         only these
 # ./run.sh setup           only make .venv with torch and numpy, if the Python on PATH lacks them
 # ./run.sh test [LESSON]   the tests, or those of a lesson, or of learn.py: learn (what else follows goes to pytest)
-# ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; all that the tests take samples of
+# ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; deaths, answers and hand-ins that the tests sample
 # ./run.sh lint            ruff, and each file beside its budget
 # ./run.sh site            the lessons as pages, in docs/site
 # ./run.sh films [LESSON]  what each rank does in a step, for these pages; as root on Linux over links of 1 Gbit/s

@@ -139,6 +139,12 @@ def test_without_torch_the_python_of_venv_goes_on(folder):
             assert said(learn.run)[2] == 2
 
 
+def test_a_module_that_an_answer_lacks_is_not_taken_for_torch():
+    missing = mock.patch.object(learn, "main", side_effect=ModuleNotFoundError(name="einops"))
+    with missing, pytest.raises(ModuleNotFoundError):
+        learn.run()
+
+
 def test_a_bug_says_how_to_see_it(folder):
     for name, wanted in (
         ("zero1-e837", "--dtype bf16"),
