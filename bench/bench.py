@@ -16,6 +16,8 @@ shows the median time of a step, and the ratio of the lesson's time to it: media
 rounds; below 1 the lesson was faster. Then each runs in processes of its own: "live" is the most bytes
 allocated after any operator of its third step, "process" the most that the process took.
 
+--twice: then once more, slowed by instructions of 2008 (SSE), by which products take about twice as long.
+
 COMPILE=1 in the environment: the blocks and the loss of all go through torch.compile. SLEEP=12: blocks sleep
 for 12 ms in forward and 24 in backward in place of computing, so that sending need not share the cores.
 
@@ -60,6 +62,7 @@ UNSPLIT = f"{UNSPLIT} expert_zero parallel_3d checkpointing zero_r".split()  # f
 SPLIT = "collectives ddp uneven zero1 zero2 zero3 hsdp muon diloco offload fusion resume survive"
 LESSONS = (*SPLIT.split(), *UNSPLIT)
 ALL = ("single", "dp_threads", "dp_async", *LESSONS)  # the first three with --host alone
+SLOWED = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 # Root mean square over all weights (AdamW makes whole steps of rounding noise in single ones).
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-6, "bf16": 5e-4}
 
@@ -191,7 +194,9 @@ class Race:  # the contenders of one lesson on this rank
             "uneven",
         ):  # other models
             self.ours |= {f"{other}.py": (other, flags) for other in bench.beside}
-        self.peers = peers_of(name)
+        self.peers = {
+            title: build for title, build in peers_of(name).items() if title == ALONE or bench.peer in title
+        }
 
     def build(self, title, steps, *more):
         if title in self.ours:
@@ -346,7 +351,9 @@ def launch(name, bench, *more):
         own = [f"--rounds={bench.rounds}", "--out", f"{folder}/out.json", *more]
         own += [f"--also={shlex.join(more)}" for more in bench.also]
         own += ["--host"] * bench.host + [f"--beside={other}" for other in bench.beside]
-        env = {**os.environ, "PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
+        own += [f"--peer={bench.peer}"]
+        env = {**os.environ, **(SLOWED if bench.slowed else {})}
+        env |= {"PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
         if code := run_to_its_end([*start, os.path.abspath(__file__), name, *own, *bench.flags], env=env):
             sys.exit(f"bench.py: {name} ended with exit code {code}")
         return json.loads(Path(f"{folder}/out.json").read_text())
@@ -371,7 +378,7 @@ def table_of(name, bench):
         ratios = [ours / theirs for ours, theirs in zip(first, row["times"])]
         numbers = {"ms": statistics.median(row["times"]), "ratio": statistics.median(ratios)}
         numbers |= {"least": min(ratios), "most": max(ratios)}
-        if bench.memory:
+        if bench.memory and not bench.slowed:
             live, process = launch(name, bench, "--alone", title)
             numbers |= {"live MB": live / 1e6, "process MB": process / 1e6}
         if bench.hosts > 1:
@@ -384,7 +391,9 @@ def table_of(name, bench):
 
 
 def show(name, bench, result, table):
-    where = f"{bench.hosts} hosts, {bench.rate}" if bench.hosts > 1 else f"{bench.ranks} ranks, one host"
+    where = f"{bench.ranks} ranks, " + (f"{bench.hosts} hosts, {bench.rate}" if bench.hosts > 1 else "one host")
+    where += ", slowed" * bench.slowed + ", host time" * bench.host
+    where += ", blocks sleep" * bool(os.environ.get("SLEEP"))
     print(f"{name} {' '.join(bench.flags)} | {where} | {bench.rounds} rounds | torch {torch.__version__}")
     print(f"after 3 steps weights differ by {result['apart']:.1e} (root mean square)")
     wide = max(map(len, [*table, *result["missing"]]))
@@ -411,14 +420,16 @@ def parse(words):
     parser.add_argument("--hosts", type=int, default=1, help="hosts, in network namespaces")
     parser.add_argument("--rate", default="1gbit", help="of each host's link: 1gbit, 100mbit ...")
     parser.add_argument("--host", action="store_true", help="host time, of 48 layers of width 8 on one rank")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
     parser.add_argument("--also", action="append", default=[], type=shlex.split, help="flags, once more")
     parser.add_argument("--beside", action="append", default=[], choices=ALL, help="another lesson")
+    parser.add_argument("--peer", default="", help="only peers whose title has these words")
+    parser.add_argument("--twice", action="store_true", help="then slowed")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times alone")
     parser.add_argument("--json", help="file for the tables, and when and where they were made")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
-    bench, flags = parser.parse_known_args(words[count:])
+    bench, flags = parser.parse_known_args(words[count:], argparse.Namespace(slowed=False))
     lessons = ALL if bench.host else LESSONS
     bench.lessons = [word.removesuffix(".py") for word in words[:count]] or list(lessons)
     for name in bench.lessons:
@@ -449,11 +460,11 @@ def main(bench):
         if config.batch % parts:  # "compute alone" would compute nothing of the rest
             refuse(f"--batch {config.batch}: must be a multiple of ranks x --accum, {parts}")
     made = {"date": datetime.datetime.now().isoformat(" ", "minutes"), "torch": torch.__version__}
-    made |= {"command": shlex.join(sys.argv), "flags": bench.flags, "lessons": {}}
+    made |= {"command": shlex.join(sys.argv), "flags": bench.flags, "lessons": {}, "slowed": {}}
     made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"}
     made |= {"hosts": bench.hosts, "ranks": bench.ranks, "rate": bench.rate}
-    for name in bench.lessons:
-        made["lessons"][name] = table_of(name, bench)
+    for bench.slowed, name in itertools.product([False, True][: 1 + bench.twice], bench.lessons):
+        made["slowed" if bench.slowed else "lessons"][name] = table_of(name, bench)
         if bench.json:
             Path(bench.json).write_text(json.dumps(made, indent=1))
 

@@ -36,6 +36,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+import ratios
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs/results"
 JSON = RESULTS / "figures.json"
@@ -86,18 +88,19 @@ def shown(text):
     return text if re.search(r"^\|-", text, re.M) else f"```\n{text}\n```"
 
 
-def five_rows(text):
+def five_rows(results):
     """README's table: some columns of some lessons of the table that ./run.sh prints."""
     lines = ["             loss    MB held per rank:                        MB sent"]
     lines += ["                       weights    gradients    optimizer     per step"]
     for name in ("single", "ddp", "zero1", "zero2", "zero3"):
-        cells = re.split(r" {2,}", re.search(rf"^{name}  .*", text, re.M)[0])
+        cells = re.split(r" {2,}", re.search(rf"^{name}  .*", results["run"]["text"], re.M)[0])
         loss, *held, sent = [cells[2], *(cell.split(" / ")[0] for cell in (*cells[4:7], cells[8]))]
         lines.append(f"{name:<10}{loss:>7}" + "".join(f"{cell:>13}" for cell in (*held, sent)))
     return "\n".join(lines)
 
 
-VIEWS = {"run-five": ("run", five_rows)}  # a block that shows another row's text in part: (row, function)
+# Blocks that are made of other blocks' results.
+VIEWS = {"run-five": five_rows, "slower": ratios.slower, "all-ratios": ratios.all_ratios}
 
 
 def fill(text, results):
@@ -105,11 +108,9 @@ def fill(text, results):
 
     def filled(match):
         begin, name, end = match.groups()
-        source, view = VIEWS.get(name, (name, None))
-        if source not in results:
-            return match[0]
-        new = f"{shown(view(results[source]['text']))}\n" if view else block(results[source])
-        return begin + new + end
+        if name in VIEWS:
+            return f"{begin}{shown(VIEWS[name](results))}\n{end}"
+        return begin + block(results[name]) + end if name in results else match[0]
 
     return BLOCK.sub(filled, text)
 
@@ -227,7 +228,7 @@ def chosen(words):
     """The rows of these pages or with these names; all without any."""
     names = {re.sub(r".*/|\.md$", "", word) for word in words}
     if "README" in names:
-        names |= {source for source, _ in VIEWS.values()}
+        names.add("run")
     known = {"README", *(row.name for row in ROWS), *(row.page for row in ROWS)}
     if names - known:
         print(f"pages.py: {min(names - known)}: must be a page or a block; see --list", file=sys.stderr)

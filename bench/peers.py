@@ -21,6 +21,7 @@ from peers_torch import (
     ddp_with_muon,
     ddp_with_zero,
     fsdp2,
+    fsdp2_as_ours,
     hsdp,
     local_sgd,
     uneven,
@@ -57,6 +58,7 @@ PEERS = {
         "FSDP2": partial(fsdp2, True, False),
         "FSDP2, explicit prefetch": partial(fsdp2, True, True),
         "FSDP2, no reshard": partial(fsdp2, False, False),
+        "FSDP2, explicit prefetch, all-to-all": fsdp2_as_ours,
     },
     "hsdp": {
         "FSDP2, hybrid": partial(hsdp, False),

@@ -34,6 +34,7 @@ class DeepSpeed(Peer):
         zero |= {f"offload_{kind}": {"device": "cpu"} for kind in offload}
         if stage == 3:
             zero["stage3_param_persistence_threshold"] = 0
+            zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = 0
         if fifths:
             elements = sum(p.numel() for p in model.parameters()) // 10 * 2  # which must be even
             zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}

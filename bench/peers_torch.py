@@ -12,6 +12,7 @@ from peer import AllReduced, Peer, new_model, plain
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as context
@@ -110,6 +111,26 @@ def fsdp2(reshard, prefetch, lesson, config, device, **policy):
             after.set_modules_to_backward_prefetch([block])
     optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
     return Peer(lesson, config, model, model, optimizer)
+
+
+class AllToAll(ReduceScatter):
+    """The lessons' reduce-scatter over gloo, whose own is an all-reduce inside."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        assert op == dist.ReduceOp.SUM and not async_op
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(dist.get_world_size(group), -1), dim=0, out=output_tensor)
+
+
+def fsdp2_as_ours(lesson, config, device):
+    peer = fsdp2(True, True, lesson, config, device)
+    for unit in (*peer.model.blocks, peer.model):
+        unit.set_custom_reduce_scatter(AllToAll())
+    return peer
 
 
 def hsdp(prefetch, lesson, config, device):

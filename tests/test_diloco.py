@@ -73,6 +73,7 @@ def check(name, own=STREAMING, size=2):
 OWN = [*product([1, 2, 3, 4], [PLAIN, STREAMING, f"{PLAIN} {AVERAGE}"]), (8, STREAMING)]
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("size, own", [*OWN, (2, f"{PLAIN} --inner-steps 1")])
 def test_ranks_are_replicas_trained_one_after_the_other(size, own):
     check("diloco", own, size)

@@ -30,7 +30,7 @@ def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name="zero2"):
         lesson, bench.load = gpu.load_lesson(), lambda name: gpu.load_lesson()
         config = lesson.parse(flags)
         assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"
-        race = bench.Race(name, SimpleNamespace(rounds=1, also=[], beside=[], host=False), flags)
+        race = bench.Race(name, SimpleNamespace(rounds=1, also=[], beside=[], host=False, peer=""), flags)
         assert race.memory(f"{name}.py") and made[-1][0] == 9 - 4, "what was there before belongs to others"
         assert race.run("")["rows"]
         assert race.adds_losses
@@ -63,6 +63,7 @@ def peak_here(name, flags):
     return result["peak_bytes"], tool.peak_of(lesson, config, ledger.letters_of(lesson, config, 1, "nccl"))
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("name", ["single", "ddp", "zero1", "zero2", "zero3"])
 def test_the_formula_of_a_peak_is_what_tensors_take(name):
     flags = f"--size small --dtype bf16 --steps 2 --batch 12 --data {TEXT}"

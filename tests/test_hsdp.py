@@ -21,6 +21,7 @@ from tools.watch import noted
 EIGHT = f"{TINY} --steps 2 --batch 48"
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("size, shard", [(4, 2), (8, 4), (8, 2)])
 def test_every_mesh_trains_as_single_py_and_its_bytes_are_the_formulas(size, shard):
     check_parity("hsdp", size, "--batch 48 --accum 3", f"--shard {shard}")

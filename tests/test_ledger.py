@@ -162,6 +162,7 @@ def simulate(*arguments):
         return process.submit(simulated, *arguments).result()
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("lesson", ["ddp", "zero1", "zero2", "zero3", "hsdp", "pipeline"])
 def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(lesson):
     flags = f"{EVEN} --dtype bf16"
@@ -172,6 +173,7 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(lesson):
     assert [result["sent"][part] for part in parts] == [real["sent"][part] for part in parts]
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("lesson, published", [("zero2", 16.6), ("zero3", 1.88)])  # GB, arXiv 1910.02054
 def test_zeros_figure_1_comes_out_of_the_code(lesson, published):
     result = simulate(lesson, 64, 5, "--size 7.5b --dtype bf16 --steps 2 --batch 64 --device cpu", "nccl")

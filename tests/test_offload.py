@@ -16,6 +16,7 @@ from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks,
 from tools.watch import noted
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_with_params_on_the_host_numbers_are_single_pys_and_bytes_the_formulas(size):
     check_parity("offload", size, "--accum 3", "--params --link-gbps 0.05")  # slower than a block

@@ -1,0 +1,92 @@
+"""All ratios that bench/bench.py has printed into the blocks of docs/results, as two tables and a picture.
+
+A ratio is a lesson's time over that of its peer's fastest setting, in one place: one host; the same, slowed;
+hosts with a link between them. PyTorch and DeepSpeed have rows of their own, and so has a peer that keeps all
+weights where the lesson lets them go. The share of messages is (step - compute alone) / step.
+"""
+
+import re
+from typing import NamedTuple
+
+ALONE = "compute alone"
+HEAD = re.compile(r"^(\w+)((?: --.*?)?) \| (\d+) ranks, (.*) \| (\d+) rounds \| torch ")
+LINE = re.compile(r"^  (\S.*?) {2,}(\d+\.\d+) +(\d+\.\d+) +(\d+\.\d+) +(\d+\.\d+)")
+USUAL = r" --(?:size small|batch 8|steps \d+|rounds \d+)(?= |$)"
+
+
+class Line(NamedTuple):
+    peer: str
+    ms: float
+    ratio: float
+    least: float
+    most: float
+
+
+def tables(results):
+    """((lesson, flags, ranks), place, lines) of each table."""
+    for result in results.values():
+        head = None
+        for text in [*result["text"].split("\n"), ""]:
+            if found := HEAD.match(text):
+                lesson, flags, ranks, place, _ = found.groups()
+                head, lines = (lesson, re.sub(USUAL, "", flags).strip(), int(ranks)), []
+            elif head and (found := LINE.match(text)):
+                lines.append(Line(found[1], *map(float, found.groups()[1:])))
+            elif head and not text.strip():
+                yield head, place, lines
+                head = None
+
+
+def kind_of(peer):
+    """What a row is of: the library's own, or of PyTorch's with another job or with our reduce-scatter."""
+    return next((words for words in ("DeepSpeed", "no reshard", "all-to-all") if words in peer), "")
+
+
+def rows(results):
+    """{(lesson, flags, ranks, kind of peer): {place: (its fastest Line, the lesson's share of messages)}}."""
+    found = {}
+    for head, place, lines in tables(results):
+        if "host time" in place or "sleep" in place:
+            continue
+        own = lines[0].ms
+        alone = [line.ms for line in lines if line.peer == ALONE]
+        messages = (own - alone[0]) / own if alone else None
+        peers = [line for line in lines if line.peer != ALONE and not re.match(r"\w+\.py\b", line.peer)]
+        for kind in dict.fromkeys(kind_of(line.peer) for line in peers):
+            fastest = min((line for line in peers if kind_of(line.peer) == kind), key=lambda line: line.ms)
+            found.setdefault((*head, kind), {})[place] = (fastest, messages)
+    return found
+
+
+def column_of(place):
+    return {"one host": "one host", "one host, slowed": "slowed"}.get(place, "link")
+
+
+def cell(place, line, messages):
+    share = "" if messages is None else f", {100 * messages:.0f} %"
+    rate = "" if column_of(place) != "link" else " at " + place.split(", ")[1]
+    return f"{line.ratio:.2f} ({line.least:.2f} to {line.most:.2f}){share}{rate}"
+
+
+def table(found):
+    head = ["lesson", "its peer", "one host", "one host, slowed", "hosts with a link"]
+    lines = [" | ".join(["", *head, ""]).strip(), "|" + "---|" * len(head)]
+    for (lesson, flags, ranks, _), places in found.items():
+        cells = {column_of(place): cell(place, *entry) for place, entry in places.items()}
+        peer = next(iter(places.values()))[0].peer
+        name = f"{lesson}.py" + f", {ranks} ranks" * (ranks != 2) + f", `{flags}`" * bool(flags)
+        columns = [cells.get(column, "") for column in ("one host", "slowed", "link")]
+        lines.append(f"| {name} | {peer} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def slower(results):
+    """The rows with a median above 1, in any place."""
+    found = rows(results)
+    return table(
+        {key: at for key, at in found.items() if any(round(line.ratio, 2) > 1 for line, _ in at.values())}
+    )
+
+
+def all_ratios(results):
+    return table(rows(results))
