@@ -1,5 +1,5 @@
 """--lesson zero3 runs what concerns zero3.py alone; at the end, a line for each promise that broke.
-The whole suite keeps all promises, on every second row of the long tables (of lessons, ranks and flags), and
+The whole suite keeps all promises, on every third row of the long tables (of lessons, ranks and flags), and
 tries an eighth of the mutants, which test the tests: drawn anew each time, or those of --mutants SEED. With
 --mutants all, or where a part of the suite is named, all run."""
 
@@ -23,7 +23,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long_table: of whose rows the whole suite draws every second")
+    config.addinivalue_line("markers", "long_table: of whose rows the whole suite draws every third")
     if not hasattr(config, "workerinput"):  # xdist's workers inherit what is drawn here
         whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
         whole = whole and not config.option.keyword and not config.option.lesson
@@ -37,13 +37,13 @@ def is_mutant(item):
 
 
 def draw(items, seed):
-    """The items, in their order, with an eighth of their mutants, and every second row of the long tables."""
+    """The items, in their order, with an eighth of their mutants, and every third row of the long tables."""
     chosen = random.Random(seed)
     mutants = [item for item in items if is_mutant(item)]
     drawn = chosen.sample(mutants, -(-len(mutants) // 8))
-    first = chosen.randrange(2)
+    first = chosen.randrange(3)
     rows = [item for item in items if not is_mutant(item) and item.get_closest_marker("long_table")]
-    others = {*mutants, *rows}.difference(drawn, rows[first::2])
+    others = {*mutants, *rows}.difference(drawn, rows[first::3])
     return [item for item in items if item not in others]
 
 

@@ -119,6 +119,7 @@ def test_stages_have_about_equal_shares():
         assert lesson.split_layers(layers, n_stages) == ends
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("name, schedule", [(name, each) for name in SCHEDULES for each in SCHEDULES[name]])
 def test_every_schedule_comes_to_single_pys_numbers_and_sends_what_it_says(name, schedule):
     check_parity(name, 3, "--accum 6 --layers 5", f"--schedule {schedule}")

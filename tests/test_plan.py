@@ -473,6 +473,7 @@ def flags_of_lesson(kind, ranks, precision="mixed"):
     return f"{flags} --device cpu --data LICENSE" + " --shard 2" * (kind == "HSDP")
 
 
+@pytest.mark.long_table
 @pytest.mark.parametrize("ranks", [2, 8, 512])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_what_the_ledger_measures(kind, ranks):
