@@ -5,11 +5,13 @@
     python site/figures.py ratios one-host.json two-hosts.json docs/ratios.svg
     python site/figures.py timeline traces/rank0.*.json docs/overlap-offload.svg
     python site/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
+    python site/figures.py link ddp.json zero1.json zero3.json docs/link.svg
 
 memory: what a rank holds, by lesson and number of ranks; bars are runs, ticks are formulas, lines simulated
 ranks (whose losses are NaN). activations: the same of activations, a bar per file. ratios: the lessons' time
 over their peers'. timeline: what computes and what travels in a traced step. schedule: what each of so many
 ranks does when with so many microbatches, if a forward, a B and a W take equally long.
+link: how busy the link is in each part of a step, as bench/link.py wrote it.
 """
 
 import importlib.util
@@ -155,6 +157,23 @@ def timeline(traces, target):
     lanes(rows, f"{target.stem}: a step of {ms:.0f} ms", target, COLORS)
 
 
+def link(results, target):
+    """The link's busy share by the ms of a step, a panel for each lesson; behind it, what the host does."""
+    figure, panels = plt.subplots(len(results), sharex=True, sharey=True, figsize=(10, 5.5))
+    for axes, result in zip(panels, results):
+        turns = [0, *(share * result["ms"] for share in result["backward"]), result["ms"]]
+        for phase, begin, end in zip(COLORS, turns, turns[1:]):
+            axes.axvspan(begin, end, color=COLORS[phase], alpha=0.3, linewidth=0, label=phase)
+        count = len(result["shares"])
+        edges = [i * result["ms"] / count for i in range(count + 1)]
+        axes.stairs(result["shares"], edges, fill=True, color=COLORS["network"], label="network")
+        title = f"{result['lesson']}: {result['ms']:.0f} ms, {result['MB']:.1f} MB"
+        axes.set(title=f"{title} sent, link busy {result['busy']:.0%}", ylabel=f"of {result['rate']}")
+    axes.set(xlabel="ms of a step", ylim=(0, 1))
+    axes.legend(ncols=len(COLORS), loc="upper center", bbox_to_anchor=(0.5, -0.5))
+    save(figure, target)
+
+
 def starts(schedule, next_stage, length):
     """[[(when it begins, action)] of each rank] if messages take no time. length: {op: how long it takes}."""
     last_stage = max(action.stage for row in schedule for action in row)
@@ -202,6 +221,7 @@ def main(kind, *paths):
         results.append(json.loads(Path(path).read_text()))
         results[-1]["name"] = Path(path).stem
     drawings = {"memory": memory, "activations": activations, "ratios": ratios, "timeline": timeline}
+    drawings["link"] = link
     drawings[kind](results, target)
 
 

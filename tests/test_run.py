@@ -383,6 +383,22 @@ def test_hosts_leave_nothing_behind(name, twice, tmp_path):
     assert not left and f"rz{number}" not in subprocess.getoutput("ip netns list; ip -br link"), left
 
 
+def test_the_link_is_busy_while_bytes_are_sent():
+    """At 1000 bytes a second from 4.5 to 5 s, at 500 from 5.5 to 6 s; earlier steps do not count."""
+    link = load("bench/link")
+    samples = [(0, 0), (2, 9000), (2.25, 9000), (4.5, 9000), (5, 9500), (5.5, 9500), (6, 9750), (8, 9750)]
+    summary = link.summary(samples, [2, 4, 6], [(2.5, 3), (4.5, 4.75), (4.75, 5.5)], rate=1000)
+    ten = link.PARTS // 4
+    expected = [*[0] * ten, *[1] * ten, *[0] * ten, *[0.5] * ten]
+    assert summary["shares"] == pytest.approx(expected) and summary["busy"] == pytest.approx(3 / 8)
+    assert summary["ms"] == 2000 and summary["backward"] == [0.25, 0.75]
+    assert summary["MB"] == pytest.approx(750e-6)
+    bar, phases = link.line_of(summary | {"lesson": "zero1.py"}).splitlines()
+    head = "zero1.py: 2000 ms a step, 0.0 MB sent, link busy 38%: "
+    assert bar == f"{head}|{'.' * 10}{'#' * 10}{'.' * 10}{'-' * 10}|"
+    assert phases == f"{'f' * 10}{'b' * 20}{'u' * 10}".rjust(len(bar) - 1)
+
+
 def processes_of(group):
     """[(number, command line)] of a process group."""
     rows = [line.split(maxsplit=2) for line in subprocess.getoutput("ps -eo pgid=,pid=,args=").splitlines()]

@@ -55,7 +55,7 @@ OTHERS = {
     "bench/bench.py": 3930,
     "bench/peers.py": 3600,
     "bench/pages.py": 1850,
-    "site/figures.py": 2400,
+    "site/figures.py": 2440,  # a seventh drawing, of a link
 }
 README_LINES = 152  # two of them comments; more goes to docs/use.md, docs/formulas.md or docs/cluster.md
 FORM = {
