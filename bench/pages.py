@@ -256,7 +256,7 @@ def main(words):
     if flags & {"--list", "--stale"}:
         show(rows, results, "--stale" in flags)
         return 0
-    failed = 0
+    failed, timed = 0, False
     for row in () if flags else rows:
         if missing := lacks(row):
             print(f"{row.page}: {row.name}: skipped, needs {', '.join(missing)}", flush=True)
@@ -266,9 +266,15 @@ def main(words):
             results = read() | {row.name: result}
             JSON.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
             fill_pages(results)
+            timed |= "bench/bench.py" in row.command
         else:
             failed += 1
     fill_pages(results)
+    if (
+        timed
+        and printed_by("python site/figures_ratios.py docs/results/figures.json docs/ratios.svg") is None
+    ):
+        failed += 1
     return int(failed > 0)
 
 

@@ -58,34 +58,41 @@ def rows(results):
     return found
 
 
+COLUMNS = ["one host", "one host, slowed", "hosts with a link"]
+
+
 def column_of(place):
-    return {"one host": "one host", "one host, slowed": "slowed"}.get(place, "link")
+    return place if place in COLUMNS else COLUMNS[2]
+
+
+def name_of(key, places):
+    """Of a row: lesson, ranks if not two, and flags; and the peer's fastest setting in the first place."""
+    lesson, flags, ranks, _ = key
+    own = f"{lesson}.py" + f", {ranks} ranks" * (ranks != 2) + f", {flags}" * bool(flags)
+    return f"{own} / {next(iter(places.values()))[0].peer}"
 
 
 def cell(place, line, messages):
     share = "" if messages is None else f", {100 * messages:.0f} %"
-    rate = "" if column_of(place) != "link" else " at " + place.split(", ")[1]
+    rate = "" if place in COLUMNS else " at " + place.split(", ")[1]
     return f"{line.ratio:.2f} ({line.least:.2f} to {line.most:.2f}){share}{rate}"
 
 
 def table(found):
-    head = ["lesson", "its peer", "one host", "one host, slowed", "hosts with a link"]
-    lines = [" | ".join(["", *head, ""]).strip(), "|" + "---|" * len(head)]
-    for (lesson, flags, ranks, _), places in found.items():
+    head = ["lesson / its peer", *COLUMNS]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for key, places in found.items():
         cells = {column_of(place): cell(place, *entry) for place, entry in places.items()}
-        peer = next(iter(places.values()))[0].peer
-        name = f"{lesson}.py" + f", {ranks} ranks" * (ranks != 2) + f", `{flags}`" * bool(flags)
-        columns = [cells.get(column, "") for column in ("one host", "slowed", "link")]
-        lines.append(f"| {name} | {peer} | {' | '.join(columns)} |")
+        columns = [name_of(key, places), *(cells.get(column, "") for column in COLUMNS)]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
 def slower(results):
     """The rows with a median above 1, in any place."""
     found = rows(results)
-    return table(
-        {key: at for key, at in found.items() if any(round(line.ratio, 2) > 1 for line, _ in at.values())}
-    )
+    above = {key: at for key, at in found.items() if any(line.ratio > 1.004 for line, _ in at.values())}
+    return table(above)
 
 
 def all_ratios(results):
