@@ -7,8 +7,8 @@
 
 memory: what a rank holds, by lesson and number of ranks; bars are runs, ticks are formulas, lines simulated
 ranks (whose losses are NaN). activations: the same of activations, a bar per file. timeline: what computes
-and what travels in a traced step. schedule: what each of so many ranks does when with so many microbatches, if
-a forward, a B and a W take equally long.
+and what travels in a traced step. schedule: what each of so many ranks does with so many microbatches, if a
+forward, a B and a W take equally long.
 """
 
 import importlib.util
