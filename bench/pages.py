@@ -41,7 +41,6 @@ import ratios
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs/results"
 JSON = RESULTS / "figures.json"
-LESSONS = re.search(r"LESSONS=\(([^)]*)\)", (ROOT / "run.sh").read_text())[1]
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.S)
 TOY = "\n# ==== toy model"
 
@@ -59,7 +58,7 @@ def rows_of(table):
     rows = []
     for head, command in re.findall(r"^(\w.*)\n((?: +.+\n)+)", table, re.M):
         columns = [column.strip() for column in f"{head}|||".split("|")][:4]
-        columns[3] = columns[3].replace("LESSONS", LESSONS)
+        columns[3] = columns[3].replace("LESSONS", " ".join(ratios.LESSONS))
         rows.append(Row(*columns, re.sub(r"\n *", " ", command).strip()))
     return rows
 

@@ -6,8 +6,11 @@ weights where the lesson lets them go. The share of messages is (step - compute 
 """
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
+RUN_SH = Path(__file__).resolve().parent.parent / "run.sh"
+LESSONS = re.search(r"LESSONS=\(([^)]*)\)", RUN_SH.read_text())[1].split()  # in reading order
 ALONE = "compute alone"
 HEAD = re.compile(r"^(\w+)((?: --.*?)?) \| (\d+) ranks, (.*) \| (\d+) rounds \| torch ")
 LINE = re.compile(r"^  (\S.*?) {2,}(\d+\.\d+) +(\d+\.\d+) +(\d+\.\d+) +(\d+\.\d+)")
@@ -55,10 +58,10 @@ def rows(results):
         for kind in dict.fromkeys(kind_of(line.peer) for line in peers):
             fastest = min((line for line in peers if kind_of(line.peer) == kind), key=lambda line: line.ms)
             found.setdefault((*head, kind), {})[place] = (fastest, messages)
-    return found
+    return dict(sorted(found.items(), key=lambda row: LESSONS.index(row[0][0])))
 
 
-COLUMNS = ["one host", "one host, slowed", "hosts with a link"]
+COLUMNS = ["one host", "one host, slowed", "hosts, 1 Gbit/s each"]
 
 
 def column_of(place):
@@ -74,7 +77,7 @@ def name_of(key, places):
 
 def cell(place, line, messages):
     share = "" if messages is None else f", {100 * messages:.0f} %"
-    rate = "" if place in COLUMNS else " at " + place.split(", ")[1]
+    rate = "" if place in COLUMNS or "1gbit" in place else " at " + place.split(", ")[1]
     return f"{line.ratio:.2f} ({line.least:.2f} to {line.most:.2f}){share}{rate}"
 
 
