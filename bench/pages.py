@@ -41,7 +41,6 @@ import ratios
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs/results"
 JSON = RESULTS / "figures.json"
-LESSONS = re.search(r"LESSONS=\(([^)]*)\)", (ROOT / "run.sh").read_text())[1]
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.S)
 TOY = "\n# ==== toy model"
 
@@ -59,7 +58,7 @@ def rows_of(table):
     rows = []
     for head, command in re.findall(r"^(\w.*)\n((?: +.+\n)+)", table, re.M):
         columns = [column.strip() for column in f"{head}|||".split("|")][:4]
-        columns[3] = columns[3].replace("LESSONS", LESSONS)
+        columns[3] = columns[3].replace("LESSONS", " ".join(ratios.LESSONS))
         rows.append(Row(*columns, re.sub(r"\n *", " ", command).strip()))
     return rows
 
@@ -256,7 +255,7 @@ def main(words):
     if flags & {"--list", "--stale"}:
         show(rows, results, "--stale" in flags)
         return 0
-    failed = 0
+    failed, timed = 0, False
     for row in () if flags else rows:
         if missing := lacks(row):
             print(f"{row.page}: {row.name}: skipped, needs {', '.join(missing)}", flush=True)
@@ -266,9 +265,15 @@ def main(words):
             results = read() | {row.name: result}
             JSON.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
             fill_pages(results)
+            timed |= "bench/bench.py" in row.command
         else:
             failed += 1
     fill_pages(results)
+    if (
+        timed
+        and printed_by("python site/figures_ratios.py docs/results/figures.json docs/ratios.svg") is None
+    ):
+        failed += 1
     return int(failed > 0)
 
 

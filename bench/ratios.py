@@ -6,8 +6,11 @@ weights where the lesson lets them go. The share of messages is (step - compute 
 """
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
+RUN_SH = Path(__file__).resolve().parent.parent / "run.sh"
+LESSONS = re.search(r"LESSONS=\(([^)]*)\)", RUN_SH.read_text())[1].split()  # in reading order
 ALONE = "compute alone"
 HEAD = re.compile(r"^(\w+)((?: --.*?)?) \| (\d+) ranks, (.*) \| (\d+) rounds \| torch ")
 LINE = re.compile(r"^  (\S.*?) {2,}(\d+\.\d+) +(\d+\.\d+) +(\d+\.\d+) +(\d+\.\d+)")
@@ -55,37 +58,44 @@ def rows(results):
         for kind in dict.fromkeys(kind_of(line.peer) for line in peers):
             fastest = min((line for line in peers if kind_of(line.peer) == kind), key=lambda line: line.ms)
             found.setdefault((*head, kind), {})[place] = (fastest, messages)
-    return found
+    return dict(sorted(found.items(), key=lambda row: LESSONS.index(row[0][0])))
+
+
+COLUMNS = ["one host", "one host, slowed", "hosts, 1 Gbit/s each"]
 
 
 def column_of(place):
-    return {"one host": "one host", "one host, slowed": "slowed"}.get(place, "link")
+    return place if place in COLUMNS else COLUMNS[2]
+
+
+def name_of(key, places):
+    """Of a row: lesson, ranks if not two, and flags; and the peer's fastest setting in the first place."""
+    lesson, flags, ranks, _ = key
+    own = f"{lesson}.py" + f", {ranks} ranks" * (ranks != 2) + f", {flags}" * bool(flags)
+    return f"{own} / {next(iter(places.values()))[0].peer}"
 
 
 def cell(place, line, messages):
     share = "" if messages is None else f", {100 * messages:.0f} %"
-    rate = "" if column_of(place) != "link" else " at " + place.split(", ")[1]
+    rate = "" if place in COLUMNS or "1gbit" in place else " at " + place.split(", ")[1]
     return f"{line.ratio:.2f} ({line.least:.2f} to {line.most:.2f}){share}{rate}"
 
 
 def table(found):
-    head = ["lesson", "its peer", "one host", "one host, slowed", "hosts with a link"]
-    lines = [" | ".join(["", *head, ""]).strip(), "|" + "---|" * len(head)]
-    for (lesson, flags, ranks, _), places in found.items():
+    head = ["lesson / its peer", *COLUMNS]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for key, places in found.items():
         cells = {column_of(place): cell(place, *entry) for place, entry in places.items()}
-        peer = next(iter(places.values()))[0].peer
-        name = f"{lesson}.py" + f", {ranks} ranks" * (ranks != 2) + f", `{flags}`" * bool(flags)
-        columns = [cells.get(column, "") for column in ("one host", "slowed", "link")]
-        lines.append(f"| {name} | {peer} | {' | '.join(columns)} |")
+        columns = [name_of(key, places), *(cells.get(column, "") for column in COLUMNS)]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
 def slower(results):
     """The rows with a median above 1, in any place."""
     found = rows(results)
-    return table(
-        {key: at for key, at in found.items() if any(round(line.ratio, 2) > 1 for line, _ in at.values())}
-    )
+    above = {key: at for key, at in found.items() if any(line.ratio > 1.004 for line, _ in at.values())}
+    return table(above)
 
 
 def all_ratios(results):

@@ -2,16 +2,14 @@
 
     python site/figures.py memory runs/*.json docs/memory.svg
     python site/figures.py activations runs/*.json docs/activations.svg
-    python site/figures.py ratios one-host.json two-hosts.json docs/ratios.svg
     python site/figures.py timeline traces/rank0.*.json docs/overlap-offload.svg
     python site/figures.py schedule zero_bubble.py zb-h1 4 8 docs/pipeline-zb-h1.svg
     python site/figures.py link ddp.json zero1.json zero3.json docs/link.svg
 
 memory: what a rank holds, by lesson and number of ranks; bars are runs, ticks are formulas, lines simulated
-ranks (whose losses are NaN). activations: the same of activations, a bar per file. ratios: the lessons' time
-over their peers'. timeline: what computes and what travels in a traced step. schedule: what each of so many
-ranks does when with so many microbatches, if a forward, a B and a W take equally long.
-link: how busy the link is in each part of a step, as bench/link.py wrote it.
+ranks (whose losses are NaN). activations: the same of activations, a bar per file. timeline: what computes
+and what travels in a traced step. schedule: what each of so many ranks does with so many microbatches, if a
+forward, a B and a W take equally long. link: how busy the link is in a step, as bench/link.py wrote it.
 """
 
 import importlib.util
@@ -90,33 +88,6 @@ def activations(results, target):
         axes.plot([row["formula"] / 1e6] * 2, [y - 0.45, y + 0.45], color=GREY)
     axes.invert_yaxis()
     axes.set(xlabel="activations of a rank when a backward begins, MB (line: formula)")
-    save(figure, target)
-
-
-def ratios(benches, target):
-    """The median ratio of each lesson to each of its peers, with its least and most over the rounds."""
-    places = {}  # {place: {label: row}}
-    for bench in benches:
-        rows = places.setdefault(
-            f"{bench['hosts']} hosts, {bench['rate']}" if bench["hosts"] > 1 else "one host", {}
-        )
-        for lesson, table in bench["lessons"].items():
-            for title, row in table.items():
-                if ".py" not in title and title != "compute alone":
-                    rows[f"{lesson}.py / {title}"] = row
-    labels = list(dict.fromkeys(label for rows in places.values() for label in rows))
-    figure, axes = plt.subplots(figsize=(10, 0.8 + 0.34 * len(labels)))
-    for i, (place, rows) in enumerate(places.items()):
-        ys = [labels.index(label) + (i - (len(places) - 1) / 2) * 0.36 for label in rows]
-        below = [row["ratio"] - row["least"] for row in rows.values()]
-        above = [row["most"] - row["ratio"] for row in rows.values()]
-        widths = [row["ratio"] for row in rows.values()]
-        axes.barh(ys, widths, 0.34, xerr=[below, above], ecolor=GREY, label=place)
-    axes.axvline(1, color=GREY, linestyle="--")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set(xlabel="time of a step, the lesson's over its peer's (median; least and most of the rounds)")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, target)
 
 
@@ -220,8 +191,7 @@ def main(kind, *paths):
     for path in paths[:-1]:
         results.append(json.loads(Path(path).read_text()))
         results[-1]["name"] = Path(path).stem
-    drawings = {"memory": memory, "activations": activations, "ratios": ratios, "timeline": timeline}
-    drawings["link"] = link
+    drawings = {"memory": memory, "activations": activations, "timeline": timeline, "link": link}
     drawings[kind](results, target)
 
 

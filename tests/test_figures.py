@@ -39,6 +39,45 @@ def test_a_digit_that_somebody_changes_is_seen():
         assert figures.fill(changed, RESULTS) == PAGES[page] != changed
 
 
+# ---- ratios ----
+
+
+TABLES = """zero3 --size small --batch 8 --steps 2 | 2 ranks, one host | 9 rounds | torch 2.13.0+cpu
+after 3 steps weights differ by 2.1e-09 (root mean square)
+                                 ms      ratio      least       most
+  zero3.py                   250.00      1.000      1.000      1.000
+  ddp.py                     100.00      2.500      2.500      2.500
+  compute alone              200.00      1.250      1.191      1.297
+  FSDP2                      324.29      0.771      0.752      0.861
+  FSDP2, explicit prefetch   240.00      1.042      0.910      1.124
+  FSDP2, no reshard          289.00      0.865      0.864      0.920
+  DeepSpeed 3                not installed
+
+zero3 --size small --batch 8 --steps 1 | 2 ranks, 2 hosts, 1gbit | 9 rounds | torch 2.13.0+cpu
+  zero3.py                   300.00      1.000      1.000      1.000      25.72     213.67       1.43
+  FSDP2                      500.00      0.600      0.590      0.610      38.60     308.80       1.62
+
+ddp --size small --accum 2 | 4 ranks, one host, slowed | 9 rounds | torch 2.13.0+cpu
+  ddp.py                     300.00      1.000      1.000      1.000
+  torch DDP                  290.00      1.034      1.010      1.100
+
+ddp --size small | 1 ranks, one host, host time | 9 rounds | torch 2.13.0+cpu
+  ddp.py                     300.00      1.000      1.000      1.000
+  torch DDP                  200.00      1.500      1.010      1.600"""
+
+
+def test_tables_of_ratios_have_the_peers_fastest_setting_in_each_place_and_losing_rows_stand_alone():
+    results = {"a": {"text": TABLES}, "b": {"text": "no table\n\n"}}
+    head, _, *rows = figures.ratios.all_ratios(results).split("\n")
+    assert head == "| lesson / its peer | one host | one host, slowed | hosts, 1 Gbit/s each |"
+    assert rows == [
+        "| ddp.py, 4 ranks, --accum 2 / torch DDP |  | 1.03 (1.01 to 1.10) |  |",
+        "| zero3.py / FSDP2, explicit prefetch | 1.04 (0.91 to 1.12), 20 % |  | 0.60 (0.59 to 0.61) |",
+        "| zero3.py / FSDP2, no reshard | 0.86 (0.86 to 0.92), 20 % |  |  |",
+    ]
+    assert figures.ratios.slower(results).split("\n")[2:] == rows[:2]
+
+
 # ---- code ----
 
 
