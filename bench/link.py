@@ -3,10 +3,10 @@
     PYTHON=python3 bench/hosts.sh 2 1gbit -- bench/link.py ddp.py --size small --batch 8 --steps 8
 
 Trains the unmodified lesson, while a thread on rank 0 reads every millisecond what the node has sent. The
-first two steps do not count; each later one is cut into 40 equal parts. A part's busy share is its bytes over
-what the link can carry meanwhile. The bar shows its mean over the steps: "#" above 3/4, "-" from 1/4,
-"." below. Under it stands what rank 0 does: "f" forward, "b" backward with what it waits for, "u" the rest,
-clipping and the update. `python site/figures.py link` draws what --json writes.
+first two steps do not count; each later one is cut into 40 equal parts. A part's busy share is its bytes
+divided by what the link can carry in that time. The bar shows its mean over the steps: "#" above 3/4, "-"
+from 1/4, "." below. Under it stands what rank 0 does: "f" forward, "b" backward and the messages that it
+waits for, "u" clipping and the update. `python site/figures.py link` draws what --json writes.
 """
 
 import argparse
@@ -42,17 +42,15 @@ def summary(samples, ends, backwards, rate):
     steps = list(zip(ends[WARM_UP - 1 :], ends[WARM_UP:]))
     parts = [busy_shares(samples, np.linspace(*step, PARTS + 1), rate) for step in steps]
     seconds = np.diff(ends[WARM_UP - 1 :])
-    sent = [rate * np.mean(shares) * length for shares, length in zip(parts, seconds)]
-    turns = []  # [begin, end] of a step's backward, or backwards, as shares of the step
-    for (begin, end), length in zip(steps, seconds):
-        inside = [moment for span in backwards for moment in span if begin < moment < end]
-        turns.append([(inside[0] - begin) / length, (inside[-1] - begin) / length])
+    moments = np.array(backwards).flatten()
+    inside = [moments[(begin < moments) & (moments < end)] for begin, end in steps]
+    turns = [np.interp(span[[0, -1]], step, [0, 1]) for span, step in zip(inside, steps)]
     return {
         "ms": 1e3 * float(np.median(seconds)),
-        "MB": float(np.median(sent)) / 1e6,
+        "MB": float(np.median(rate * seconds * np.mean(parts, axis=1))) / 1e6,
         "busy": float(np.mean(parts)),
         "shares": np.mean(parts, axis=0).tolist(),
-        "backward": np.mean(turns, axis=0).tolist(),
+        "backward": np.mean(turns, axis=0).tolist(),  # from where to where of a step
     }
 
 
@@ -60,7 +58,7 @@ def line_of(result):
     bar = "".join("#" if share > 0.75 else "-" if share >= 0.25 else "." for share in result["shares"])
     begin, end = (round(PARTS * share) for share in result["backward"])
     head = "{lesson}: {ms:.0f} ms a step, {MB:.1f} MB sent, link busy {busy:.0%}: ".format(**result)
-    phases = "f" * begin + "b" * (end - begin) + "u" * (PARTS - end)
+    phases = f"{'f' * begin}{'b' * (end - begin)}{'u' * (PARTS - end)}"
     return f"{head}|{bar}|\n{'':<{len(head)}} {phases}"
 
 
