@@ -99,8 +99,7 @@ def main():
         parser.error(f"--steps {config.steps}: must be more than {WARM_UP}")
     watched = watch(lesson, config)
     if dist.get_rank() == 0:
-        result = summary(*watched, bytes_per_second(given.rate))
-        result |= {"lesson": given.lesson, "rate": given.rate}
+        result = summary(*watched, bytes_per_second(given.rate)) | {"lesson": given.lesson, "rate": given.rate}
         print(line_of(result), flush=True)
         if given.json:
             Path(given.json).write_text(json.dumps(result))
