@@ -33,8 +33,7 @@ WARM_UP = 2  # steps
 
 def busy_shares(samples, edges, rate):
     """The link's busy share between neighboring edges. samples: [(time, bytes)]; rate: bytes a second."""
-    times, sent = zip(*samples)
-    return np.diff(np.interp(edges, times, sent)) / (rate * np.diff(edges))
+    return np.diff(np.interp(edges, *zip(*samples))) / (rate * np.diff(edges))
 
 
 def summary(samples, ends, backwards, rate):
@@ -99,7 +98,8 @@ def main():
         parser.error(f"--steps {config.steps}: must be more than {WARM_UP}")
     watched = watch(lesson, config)
     if dist.get_rank() == 0:
-        result = summary(*watched, bytes_per_second(given.rate)) | {"lesson": given.lesson, "rate": given.rate}
+        result = {"lesson": given.lesson, "rate": given.rate}
+        result |= summary(*watched, bytes_per_second(given.rate))
         print(line_of(result), flush=True)
         if given.json:
             Path(given.json).write_text(json.dumps(result))

@@ -140,7 +140,7 @@ def link(results, target):
         axes.stairs(result["shares"], edges, fill=True, color=COLORS["network"], label="network")
         title = f"{result['lesson']}: {result['ms']:.0f} ms, {result['MB']:.1f} MB"
         axes.set(title=f"{title} sent, link busy {result['busy']:.0%}", ylabel=f"of {result['rate']}")
-    axes.set(xlabel="ms of a step", ylim=(0, 1))
+    axes.set(xlabel="ms of a step", ylim=(0, 1.2))
     axes.legend(ncols=len(COLORS), loc="upper center", bbox_to_anchor=(0.5, -0.5))
     save(figure, target)
 
