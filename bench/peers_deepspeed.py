@@ -15,9 +15,10 @@ def quiet_deepspeed():
     """The package, in the process group that is there."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    import deepspeed
+    with redirect_stdout(None):  # which says that an operator was built
+        import deepspeed
 
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return deepspeed
 
 
