@@ -167,17 +167,15 @@ def test_there_are_as_many_exercises_as_README_says():
 
 
 def test_the_measured_numbers_on_README_stand_in_the_results():
-    speed, plan = ((ROOT / f"docs/results/{name}.md").read_text() for name in ("speed", "plan"))
+    plan = (ROOT / "docs/results/plan.md").read_text()
     rows = json.loads((ROOT / "docs/results/gpu.json").read_text())["models"]
     gpt2, xl = ({row["title"]: row["ratio"] for row in rows[size]} for size in ("gpt2", "gpt2-xl"))
-    assert f"nothing travels: {gpt2['torch DDP, defaults']:.2f})" in README
-    assert f"(over plain FSDP2 on the H200: {gpt2['FSDP2']:.2f}, gpt2-xl {xl['FSDP2']:.2f})" in README
+    assert f"nothing travels: {gpt2['torch DDP, defaults']:.2f}\n" in README
+    assert f"(Over plain FSDP2 on the H200: {gpt2['FSDP2']:.2f}, gpt2-xl {xl['FSDP2']:.2f})" in README
     ideal, took = map(int, re.search(r"on one H200 (\d+) ms, where `zero3.py` took (\d+)", README).groups())
     assert f"| {ideal} ms, MFU 55 % | zero3.py {took} ms, 48 % |" in plan
     job = load("plan").parse("--size gpt2-xl --micro-batch 16 --gpu h200 --gpus 1".split())
     assert round(load("plan").row(job, "ZeRO-3")["ms"]["sum"]) == ideal
-    assert re.search(r"FSDP2.*explicit prefetch.*\| 0\.75; [\d.; ]+ \| 0\.56;", speed)
-    assert re.search(r"torch\.distributed\.pipelining.*\| 0\.96 \|", speed)
 
 
 def test_every_letter_of_a_formula_is_explained():
