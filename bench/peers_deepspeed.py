@@ -1,5 +1,6 @@
 """DeepSpeed's peers of the lessons, which bench/peers.py lists, where it is installed."""
 
+import io
 import logging
 import warnings
 from contextlib import nullcontext, redirect_stdout
@@ -15,7 +16,7 @@ def quiet_deepspeed():
     """The package, in the process group that is there."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    with redirect_stdout(None):  # which says that an operator was built
+    with redirect_stdout(io.StringIO()):  # which says that an operator was built
         import deepspeed
 
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
