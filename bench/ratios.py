@@ -2,7 +2,7 @@
 
 A ratio is a lesson's time over that of its peer's fastest setting, in one place: one host; the same, slowed;
 hosts with a link between them. PyTorch and DeepSpeed have rows of their own, and so has a peer that keeps all
-weights where the lesson lets them go. The share of messages is (step - compute alone) / step.
+weights where the lesson lets them go. After a ratio stands (step - compute alone) / step of the lesson.
 """
 
 import re
@@ -46,18 +46,18 @@ def kind_of(peer):
 
 
 def rows(results):
-    """{(lesson, flags, ranks, kind of peer): {place: (its fastest Line, the lesson's share of messages)}}."""
+    """{(lesson, flags, ranks, kind of peer): {place: (its fastest Line, the part beyond compute alone)}}."""
     found = {}
     for head, place, lines in tables(results):
         if "host time" in place or "sleep" in place:
             continue
         own = lines[0].ms
         alone = [line.ms for line in lines if line.peer == ALONE]
-        messages = (own - alone[0]) / own if alone else None
+        beyond = (own - alone[0]) / own if alone else None
         peers = [line for line in lines if line.peer != ALONE and not re.match(r"\w+\.py\b", line.peer)]
         for kind in dict.fromkeys(kind_of(line.peer) for line in peers):
             fastest = min((line for line in peers if kind_of(line.peer) == kind), key=lambda line: line.ms)
-            found.setdefault((*head, kind), {})[place] = (fastest, messages)
+            found.setdefault((*head, kind), {})[place] = (fastest, beyond)
     return dict(sorted(found.items(), key=lambda row: LESSONS.index(row[0][0])))
 
 
@@ -75,19 +75,20 @@ def name_of(key, places):
     return f"{own} / {next(iter(places.values()))[0].peer}"
 
 
-def cell(place, line, messages):
-    share = "" if messages is None else f", {100 * messages:.0f} %"
+def cell(place, line, beyond, name):
+    part = "" if beyond is None else f", {100 * beyond:.0f} %"
     rate = "" if place in COLUMNS or "1gbit" in place else " at " + place.split(", ")[1]
-    return f"{line.ratio:.2f} ({line.least:.2f} to {line.most:.2f}){share}{rate}"
+    other = "" if name.endswith(f" / {line.peer}") else f": {line.peer}"
+    return f"{line.ratio:.2f} ({line.least:.2f} to {line.most:.2f}){part}{rate}{other}"
 
 
 def table(found):
     head = ["lesson / its peer", *COLUMNS]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for key, places in found.items():
-        cells = {column_of(place): cell(place, *entry) for place, entry in places.items()}
-        columns = [name_of(key, places), *(cells.get(column, "") for column in COLUMNS)]
-        lines.append(f"| {' | '.join(columns)} |")
+        name = name_of(key, places)
+        cells = {column_of(place): cell(place, *entry, name) for place, entry in places.items()}
+        lines.append(f"| {' | '.join([name, *(cells.get(column, '') for column in COLUMNS)])} |")
     return "\n".join(lines)
 
 

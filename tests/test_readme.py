@@ -172,7 +172,7 @@ def test_the_measured_numbers_on_README_stand_in_the_results():
     gpt2, xl = ({row["title"]: row["ratio"] for row in rows[size]} for size in ("gpt2", "gpt2-xl"))
     assert f"nothing travels: {gpt2['torch DDP, defaults']:.2f}\n" in README
     assert f"(Over plain FSDP2 on the H200: {gpt2['FSDP2']:.2f}, gpt2-xl {xl['FSDP2']:.2f}.)" in README
-    ideal, took = map(int, re.search(r"on one H200 (\d+) ms, where `zero3.py` took (\d+)", README).groups())
+    ideal, took = map(int, re.search(r"on one H200 \((\d+) ms, where `zero3.py` took (\d+)", README).groups())
     assert f"| {ideal} ms, MFU 55 % | zero3.py {took} ms, 48 % |" in plan
     job = load("plan").parse("--size gpt2-xl --micro-batch 16 --gpu h200 --gpus 1".split())
     assert round(load("plan").row(job, "ZeRO-3")["ms"]["sum"]) == ideal
