@@ -120,10 +120,11 @@ class AllToAll(ReduceScatter):
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        assert op == dist.ReduceOp.AVG and not async_op
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and not async_op
+        add = torch.mean if op == dist.ReduceOp.AVG else torch.sum
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        torch.mean(received.view(dist.get_world_size(group), -1), dim=0, out=output_tensor)
+        add(received.view(dist.get_world_size(group), -1), dim=0, out=output_tensor)
 
 
 def fsdp2_as_ours(lesson, config, device):

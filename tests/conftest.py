@@ -23,7 +23,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long_table: of whose rows the whole suite draws every third")
     if not hasattr(config, "workerinput"):  # xdist's workers inherit what is drawn here
         whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
         whole = whole and not config.option.keyword and not config.option.lesson

@@ -320,7 +320,7 @@ def test_the_whole_suite_draws_an_eighth_of_the_mutants_and_a_third_of_the_rows(
         (source.ARGS, "", None, None, "all"),
     ):
         option = SimpleNamespace(keyword=keyword, lesson=lesson, mutants=given)
-        config = SimpleNamespace(args_source=args, option=option, addinivalue_line=print)
+        config = SimpleNamespace(args_source=args, option=option)
         conftest.pytest_configure(config)
         assert re.fullmatch(pattern, option.mutants), (args, keyword, lesson, given)
 
