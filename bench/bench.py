@@ -16,7 +16,8 @@ shows the median time of a step, and the ratio of the lesson's time to it: media
 rounds; below 1 the lesson was faster. Then each runs in processes of its own: "live" is the most bytes
 allocated after any operator of its third step, "process" the most that the process took.
 
---twice: then once more, slowed by instructions of 2008 (SSE), by which products take about twice as long.
+--twice: then once more, slowed by instructions of 2008 (SSE), by which computing alone took 1.1 to 1.5 times
+as long on the processor of docs/results. --peer FSDP2: only peers whose title has this; --peer none: no peer.
 
 COMPILE=1 in the environment: the blocks and the loss of all go through torch.compile. SLEEP=12: blocks sleep
 for 12 ms in forward and 24 in backward in place of computing, so that sending need not share the cores.

@@ -71,7 +71,7 @@ def column_of(place):
 def name_of(key, places):
     """Of a row: lesson, ranks if not two, and flags; and the peer's fastest setting in the first place."""
     lesson, flags, ranks, _ = key
-    own = f"{lesson}.py" + f", {ranks} ranks" * (ranks != 2) + f", {flags}" * bool(flags)
+    own = f"{lesson}.py" + {1: ", 1 rank", 2: ""}.get(ranks, f", {ranks} ranks") + f", {flags}" * bool(flags)
     return f"{own} / {next(iter(places.values()))[0].peer}"
 
 
