@@ -245,18 +245,9 @@ def test_two_hosts_print_single_pys_losses():
 @pytest.mark.parametrize("lesson, flag", [("ddp", "--no-overlap"), ("zero3", "--prefetch 0")])
 def test_what_hides_messages_pays_on_a_link(lesson, flag, tmp_path):
     """By the median, as bench.py has it; blocks sleep, so that a busy machine does not matter."""
-    command = [
-        sys.executable,
-        "bench/bench.py",
-        lesson,
-        f"--also={flag}",
-        "--hosts",
-        "2",
-        "--rate",
-        "100mbit",
-    ]
-    command += ["--size", "toy", "--rounds", "3", "--no-memory", "--json", f"{tmp_path}/out.json"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"SLEEP": "5"}, **PIPES)
+    command = f"bench/bench.py {lesson} --hosts 2 --rate 1gbit --rounds 3 --no-memory --peer none".split()
+    command = [sys.executable, *command, f"--also={flag}", "--json", f"{tmp_path}/out.json"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"SLEEP": "12"}, **PIPES)
     assert done.returncode == 0, done.stderr
     table = json.loads((tmp_path / "out.json").read_text())["lessons"][lesson]
     assert table[f"{lesson}.py {flag}"]["ratio"] < 0.95, done.stdout
