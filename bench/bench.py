@@ -16,9 +16,9 @@ shows the median time of a step, and the ratio of the lesson's time to it: media
 rounds; below 1 the lesson was faster. Then each runs in processes of its own: "live" is the most bytes
 allocated after any operator of its third step, "process" the most that the process took.
 
---twice: then once more, slowed: MKL multiplies as it does on any processor (SSE2), by which fp32 products take
-about 2.4 times as long on that of docs/results; weights are not compared again. --peer FSDP2: only peers whose
-title has this; --peer none: no peer.
+--twice: then once more, slowed: MKL's products as on any processor (SSE2), by which those in fp32 took 2.4
+times as long on that of docs/results; weights are not compared again. --peer FSDP2: only peers whose title
+has this; --peer none: no peer.
 
 COMPILE=1 in the environment: the blocks and the loss of all go through torch.compile. SLEEP=12: blocks sleep
 for 12 ms in forward and 24 in backward in place of computing, so that sending need not share the cores.

@@ -7,9 +7,11 @@ ranks: each divides by its own tokens, and gradients are averaged. microbatches:
 tokens, the mean of a rank's is averaged over ranks. Join: torch's DDP within torch's Join, where a rank whose
 documents have ended takes part with zeros; each microbatch's mean, averaged over the ranks and the most
 microbatches of any. The last line is of all --steps: how much longer than the mean of ranks the slowest
-computes, by FLOPs of documents; how many microbatches all take; what part of the rows is padding.
+computes, by FLOPs of documents; then, for rows of one document and for packed ones, how many microbatches
+all take, and what part of the rows is padding.
 """
 
+import argparse
 import importlib
 import statistics
 import sys
@@ -58,8 +60,7 @@ def joined(lesson, rows, batches, most):
 
 def work(lesson, config, documents, ranks):
     """How even the ranks' work is, and how full their rows, as a line."""
-    deal, idle, most = lesson.deal, [], []
-    slots = tokens = 0
+    deal, idle = lesson.deal, []
 
     def noted(documents, order, cost, ranks):
         shares = deal(documents, order, cost, ranks)
@@ -67,17 +68,22 @@ def work(lesson, config, documents, ranks):
         idle.append(max(costs) / statistics.mean(costs) - 1)
         return shares
 
+    rows = []
     with mock.patch.object(lesson, "deal", noted):
-        for step in range(1, config.steps + 1):
-            numbers = []
-            for rank in range(ranks):
-                batches = lesson.load_microbatches(config, documents, step, "cpu", rank, ranks)
-                numbers.append(len(batches))
-                slots += sum(targets.numel() for _, targets, _ in batches)
-                tokens += sum(targets.count_nonzero().item() for _, targets, _ in batches)
-            most.append(max(numbers))
+        for pack in (False, True):
+            own = argparse.Namespace(**vars(config) | {"pack": pack})
+            slots = tokens = most = 0
+            for step in range(1, config.steps + 1):
+                numbers = []
+                for rank in range(ranks):
+                    batches = lesson.load_microbatches(own, documents, step, "cpu", rank, ranks)
+                    numbers.append(len(batches))
+                    slots += sum(targets.numel() for _, targets, _ in batches)
+                    tokens += sum(targets.count_nonzero().item() for _, targets, _ in batches)
+                most += max(numbers) / config.steps
+            rows.append(f"{most:.2f} microbatches, {1 - tokens / slots:.0%} padding")
     found = f"slowest over mean {statistics.mean(idle):+.1%}, at most {max(idle):+.1%}"
-    return f"{found} | {statistics.mean(most):.2f} microbatches | {1 - tokens / slots:.0%} padding"
+    return f"{found} | {rows[0]} | packed: {rows[1]}"
 
 
 def norm_of(tensors):

@@ -74,21 +74,14 @@ def check_schedules(name):
                 assert sent == needed, "messages come in another order than they are needed"
 
 
-PUBLISHED = [  # arXiv 2401.10241: times of table 9, rates of table 5
-    (24, 18.522, 18.086, 9.337, 0.601, "0.2431", "0.1585", "0.1083"),
-    (32, 18.513, 18.086, 9.331, 0.626, "0.1985", "0.1242", "0.0837"),
-    (64, 18.546, 18.097, 9.321, 0.762, "0.1240", "0.0674", "0.0444"),
-]
-
-
 def check_bubbles(name):
     """Rates are the published ones to every digit, and the closed forms, for a lesson or for a bubble.py."""
     of_tool = Path(name).stem == "bubble"
     bubble_rate = load(name if of_tool else "tools/bubble").bubble_rate
     lessons = {load(each): SCHEDULES[Path(each).stem] for each in (SCHEDULES if of_tool else [name])}
     lesson_of = {schedule_name: lesson for lesson, names in lessons.items() for schedule_name in names}
-    for m, t_f, t_b, t_w, t_comm, *rates in PUBLISHED:
-        for schedule_name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates):
+    for m, t_f, t_b, t_w, t_comm, rates in load("bench/tables").PUBLISHED:
+        for schedule_name, rate in rates.items():
             if schedule_name in lesson_of:
                 schedule = lesson_of[schedule_name].build_schedule(schedule_name, 8, m)
                 found = f"{bubble_rate(schedule, t_f, t_b, t_w, t_comm):.4f}"

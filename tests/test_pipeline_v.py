@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.pipelining import schedules
 
 from test_all import check_ledger, check_parity
 from tests.harness import error_of, holds, load, mutants, on_ranks
 from tests.test_pipeline import check_guards, check_held, check_layers, in_flight, make_pipe, play
 from tools.watch import noted
-
-OPS = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
 
 
 def check_schedules(name):
@@ -40,21 +37,11 @@ def check_schedules(name):
         play(lesson, schedule)
 
 
-def torchs(lesson, p, m):
-    """Each rank's Actions in torch's schedule."""
-    rows = []
-    for rank in range(p):
-        own = types.SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m, rank=rank)
-        actions = filter(None, schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(own, rank))
-        rows.append([lesson.Action(OPS[kind.name], stage, k) for stage, kind, k, _ in actions])
-    return rows
-
-
 def check_order(name):
     """torch's order, but for another W; in short steps torch's idles longer."""
     lesson = load(name)
     for p, m in itertools.product((2, 4, 8), (4, 6, 8, 12, 16, 24, 32)):
-        both = lesson.build_schedule("zb-v", p, m), torchs(lesson, p, m)
+        both = lesson.build_schedule("zb-v", p, m), load("bench/tables").torchs_order(p, m)
         ours, theirs = ([[a for a in row if a.op in "FB"] for row in each] for each in both)
         assert ours == theirs or m < 2 * p - 1, "not torch's order"
         ours, theirs = (load("tools/bubble").bubble_rate(schedule, 1, 1.1, 0.7, 0.1) for schedule in both)

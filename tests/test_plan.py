@@ -19,14 +19,7 @@ from tests.harness import ROOT, holds, load, mutants, said
 from tests.test_ledger import simulate
 
 SEVENTY = "--layers 80 --hidden 8192 --heads 64 --vocab 128256 --seq 4096"
-# Table 1 of arXiv 2104.04473: G parameters, heads, width, layers, t, p, GPUs, batch, TFLOP/s a GPU, and
-TABLE_1 = [  # sequences at a time, from Megatron-LM's examples/sc21/run_table_1.sh
-    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 16), (3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 16),
-    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 16), (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 8),
-    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 4), (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 2),
-    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2), (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1),
-    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 1), (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 1),
-]  # fmt: skip
+TABLES = load("bench/tables")
 
 
 def planner(name):
@@ -305,7 +298,7 @@ def check_published(name):
     assert sums == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.02), f"not Figure 1: {sums}"
     kept = plan.activations(plan.Shape(32, 32, 4096, 2048, 128256), 1, ends=(True, False))
     assert kept / 2**30 == 28.5078125, "other bytes of activations"
-    for billions, a, h, L, t, p, gpus, batch, published, size in TABLE_1:
+    for billions, a, h, L, t, p, gpus, batch, published, size in TABLES.GPTS:
         flags = f"--layers {L} --heads {a} --hidden {h} --seq 2048 --vocab 51200 --gpus {gpus} --gpu a100"
         flags += f" --micro-batch {size} --accum {batch / gpus / size} --attention math --recompute full"
         job = plan.parse(flags.split())
@@ -313,7 +306,7 @@ def check_published(name):
         ms = plan.row(job, "DP", t, p)["ms"]["sum"]
         speed = 96 * batch * 2048 * L * h**2 * (1 + 2048 / 6 / h + 51200 / 16 / L / h) / gpus / ms / 1e9
         assert 0.84 < speed / published < 1.16, f"{h}: {speed} TFLOP/s"
-    for gpus, cp, seq, published in (8192, 1, 8192, 430), (16384, 1, 8192, 400), (16384, 16, 131072, 380):
+    for gpus, cp, seq, published in TABLES.LLAMA:
         flags = "--params 405b --layers 126 --heads 128 --hidden 16384 --vocab 128256 --sequence-parallel"
         flags += f" --seq {seq} --gpus {gpus} --cp {cp} --accum {2**24 / seq / gpus} --schedule"
         jobs = [plan.parse(f"{flags} {schedule}".split()) for schedule in ("1f1b", "zb-v")]
@@ -323,9 +316,6 @@ def check_published(name):
         assert gpus > 8192 or ": as asked t8 x p16 x d64: " in plan.advise(jobs[0])[1], "another plan"
 
 
-MEASURED = {"zero3.py": "ZeRO-3", "FSDP2": "ZeRO-3", "zero1.py": "ZeRO-1"}  # others: DP
-
-
 def check_measured(name):
     """Within 25% of the ms and 3% of the GB of gpu.json's steps on an H200; the GB of four ranks."""
     plan = planner(name)
@@ -333,7 +323,7 @@ def check_measured(name):
     for size, sequences in made["sequences"].items():
         job = plan.parse(f"--size {size} --micro-batch {sequences} --gpu h200 --gpus 1".split())
         for measured in made["models"][size]:
-            found = plan.row(job, MEASURED.get(measured["title"], "DP"))
+            found = plan.row(job, TABLES.STRATEGY.get(measured["title"], "DP"))
             gb, ms = found["bytes"]["peak"] / 1e9, found["ms"]["sum"]
             assert gb == pytest.approx(measured["peak GB"], rel=0.03), f"{size}, {measured['title']}: {gb} GB"
             assert ms == pytest.approx(measured["ms"], rel=0.25), f"{size}, {measured['title']}: {ms} ms"
