@@ -178,10 +178,11 @@ def experts():
     show(["", "GPUs", "EP: GB of a GPU, does it fit?", "ZeRO-3 + EP"], rows)
 
 
+TABLES = {"idle": idle, "zb-v": zb_v, "owners": owners, "h200": h200, "gpts": gpts}
+TABLES |= {"llama": llama, "experts": experts}
+
 if __name__ == "__main__":
-    tables = {"idle": idle, "zb-v": zb_v, "owners": owners, "h200": h200, "gpts": gpts}
-    tables |= {"llama": llama, "experts": experts}
-    if len(sys.argv) != 2 or sys.argv[1] not in tables:
-        print(f"tables.py: must be one of {', '.join(tables)}", file=sys.stderr)
+    if len(sys.argv) != 2 or sys.argv[1] not in TABLES:
+        print(f"tables.py: must be one of {', '.join(TABLES)}", file=sys.stderr)
         sys.exit(2)
-    tables[sys.argv[1]]()
+    TABLES[sys.argv[1]]()

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.harness import ROOT, load
+from tests.harness import ROOT, load, said
 
 figures = load("bench/pages")
 RESULTS = figures.read()
@@ -21,6 +21,15 @@ def test_the_blocks_of_a_page_are_what_commands_printed(page):
     text = PAGES[page]
     assert text.count("<!-- figures: ") == len(figures.BLOCK.findall(text)), "a block without an end"
     assert figures.fill(text, RESULTS) == text, "has other blocks than figures.json: ./run.sh figures --pages"
+
+
+FORMULAS = [row for row in figures.ROWS if row.command.startswith("python bench/tables.py")]
+
+
+@pytest.mark.parametrize("row", FORMULAS, ids=lambda row: row.name)
+def test_tables_of_formulas_are_what_they_print_now(row):
+    make = load("bench/tables").TABLES[row.command.split()[-1]]
+    assert said(make)[0] == RESULTS[row.name]["text"] + "\n"
 
 
 def test_each_command_has_a_result_and_a_block_on_its_page():
