@@ -24,7 +24,7 @@ Memory (bytes on each of N ranks; P parameters)
     w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
     m bytes of a gradient, a statistic of a norm, a log-sum-exp, and a logit in the loss: 4, in fp64 8
     parameters    (w+c)P
-    gradients     mP
+    gradients     2mP    with the copy that is all-reduced
     optimizer     KP    K = 8 for AdamW's two moments, in fp64 16; for SGD 0
     activations   bs((16L+2)wh+(4L+2+aL+v)m)/N    without --kind ulysses; mostly the 16wbsh/N of each layer
     activations   bs((17L+2)wh+(4L+2+aL+v)m)/N    with --kind ulysses, which keeps its output twice
@@ -43,10 +43,9 @@ Run
 
 Left out
     Attention that is not causal; positions that start anew in each document. A ring sends on what nobody
-    needs: if no document is longer than a chunk, a rank needs only the chunk before each of its own. GPUs
-    take the kernel with masks. Its errors: fp64; fewer heads in k than in q; a head's width, or a masked
-    chunk's tokens, that are no multiple of 8. Not noticed: rotary angles not sharded like the tokens; targets
-    shifted after sharding, not before; targets to ignore (ranks are taken to have equally many).
+    needs: if no document is longer than a chunk, a rank needs only the chunk before each of its own.
+    Errors on GPUs: fp64; fewer heads in k than in q; a head's width, or a masked chunk, no multiple of 8.
+    Not noticed: rotary angles not sharded like the tokens; targets shifted after sharding; targets to ignore.
 """
 
 import argparse
@@ -335,9 +334,11 @@ def train(config):
             microloss.backward()
             loss += microloss.detach()
         # Each loss is the mean over this rank's tokens. All ranks have equally many.
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= world_size
+        grads = [param.grad for param in model.parameters()]
+        flat_grad = nn.utils.parameters_to_vector(grads)
+        dist.all_reduce(flat_grad)
+        flat_grad /= world_size
+        nn.utils.vector_to_parameters(flat_grad, grads)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         model.zero_grad()

@@ -28,7 +28,7 @@ LESSONS = {  # tokens of the technique
     "offload.py": 2060,
     "tensor_parallel.py": 1890,
     "sequence_parallel.py": 2110,
-    "context_parallel.py": 2510,  # three ways, and documents in each
+    "context_parallel.py": 2535,  # three ways, and documents in each; gradients in one message
     "expert_parallel.py": 2010,
     "expert_zero.py": 2900,  # zero3.py and expert_parallel.py in one
     "pipeline.py": 2510,  # four schedules, and a guard for each way to hang
@@ -52,7 +52,7 @@ OTHERS = {
     "test_all.py": 5500,
     "tools/ledger.py": 2955,  # bytes touched; load() looks at a folder once, not for each of 1950 modules
     "tools/diverge.py": 4025,
-    "bench/bench.py": 4090,  # each table once more, slowed; and with chosen peers
+    "bench/bench.py": 4135,  # each table once more, slowed; peers chosen, or refused
     "bench/peers.py": 3600,
     "bench/pages.py": 1850,
     "site/figures.py": 2400,
