@@ -234,7 +234,8 @@ def check_peers(run):
     name, *own = run.split()
     flags = f"{TINY} --dtype fp64 --accum 3 --clip 0.5 --lr 0.01".split()
     beside = ["zero2"] if name == "zero1" else []
-    race = load("bench/bench").Race(name, SimpleNamespace(also=[], beside=beside, peer=""), [*flags, *own])
+    bench = SimpleNamespace(also=[], beside=beside, peer="", slowed=[])
+    race = load("bench/bench").Race(name, bench, [*flags, *own])
     titles = [*race.ours, *(title for title in race.peers if "DeepSpeed" not in title)]
     assert len(titles) > 2, "no peer but the lesson on a part of the batch"
     tokens = sum(inputs.numel() for inputs, *_ in race.part)

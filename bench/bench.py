@@ -17,8 +17,8 @@ rounds; below 1 the lesson was faster. Then each runs in processes of its own: "
 allocated after any operator of its third step, "process" the most that the process took.
 
 --twice: then once more, slowed: MKL's products as on any processor (SSE2), by which those in fp32 took 2.4
-times as long on that of docs/results; weights are not compared again. --peer FSDP2: only peers whose title
-has this; --peer none: no peer.
+times as long on that of docs/results; without comparing weights again, and with the fastest peers alone.
+--peer FSDP2: only peers whose title has this; --peer none: no peer.
 
 COMPILE=1 in the environment: the blocks and the loss of all go through torch.compile. SLEEP=12: blocks sleep
 for 12 ms in forward and 24 in backward in place of computing, so that sending need not share the cores.
@@ -48,10 +48,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from limit import run_to_its_end
+from ratios import ALONE, kind_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,7 +169,7 @@ def bytes_sent():
 
 class Race:  # the contenders of one lesson on this rank
     def __init__(self, name, bench, flags):
-        from peers import ALONE, peers_of  # slow to load, and needed on ranks alone
+        from peers import peers_of  # slow to load, and needed on ranks alone
 
         self.bench = bench
         self.lesson = load(name)
@@ -199,7 +201,9 @@ class Race:  # the contenders of one lesson on this rank
         peers = peers_of(name)
         self.peers = {title: build for title, build in peers.items() if title == ALONE or bench.peer in title}
         if len(self.peers) == 1 < len(peers) and bench.peer != "none":
-            sys.exit(f"--peer {bench.peer}: must be in one of {', '.join(peers)}, or none")
+            sys.exit(f"--peer {bench.peer}: must be none, or in one of: {'; '.join(set(peers) - {ALONE})}")
+        if bench.slowed:
+            self.peers = {title: build for title, build in self.peers.items() if title in bench.slowed}
 
     def build(self, title, steps, *more):
         if title in self.ours:
@@ -227,8 +231,10 @@ class Race:  # the contenders of one lesson on this rank
         expected = self.weights(titles[0], folder)
         worst = 0.0
         for title in titles[1:]:
+            if title == self.alone and dist.get_world_size() > 1:
+                continue
             weights = self.weights(title, folder)
-            if not expected or (title == self.alone and dist.get_world_size() > 1):
+            if not expected:
                 continue
             pieces = [(expected[name].double() - weights[name].double()).flatten() for name in expected]
             apart = torch.cat(pieces).square().mean().sqrt().item()
@@ -345,20 +351,24 @@ def main_of_rank(bench):
 
 def launch(name, bench, *more):
     """What rank 0 of a fresh set of processes wrote."""
-    start = [sys.executable, "-m", "torch.distributed.run"]
-    start += ["--local-addr=127.0.0.1", f"--nproc_per_node={bench.ranks}"]
-    if bench.hosts > 1 and "--alone" not in more:
-        each = ["--ranks-per-host", str(bench.ranks // bench.hosts), "--"]
-        start = [str(ROOT / "bench" / "hosts.sh"), str(bench.hosts), bench.rate, *each]
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--rounds={bench.rounds}", "--out", f"{folder}/out.json", *more]
         own += [f"--also={shlex.join(more)}" for more in bench.also]
         own += ["--host"] * bench.host + [f"--beside={other}" for other in bench.beside]
-        own += [f"--peer={bench.peer}"] + ["--slowed"] * bench.slowed
+        own += [f"--peer={bench.peer}"] + [f"--slowed={title}" for title in bench.slowed]
         env = {**os.environ, **(SLOWED if bench.slowed else {})}
         env |= {"PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
-        if code := run_to_its_end([*start, os.path.abspath(__file__), name, *own, *bench.flags], env=env):
-            sys.exit(f"bench.py: {name} ended with exit code {code}")
+        command = [os.path.abspath(__file__), name, *own, *bench.flags]
+        if bench.hosts > 1 and "--alone" not in more:
+            start = [f"{ROOT}/bench/hosts.sh", f"{bench.hosts}", bench.rate]
+            start += ["--ranks-per-host", f"{bench.ranks // bench.hosts}", "--"]
+            if code := run_to_its_end([*start, *command], env=env):
+                sys.exit(f"bench.py: {name} ended with exit code {code}")
+        else:
+            from torch.distributed.run import main as torchrun  # here, as ranks need not load it
+
+            with mock.patch.dict(os.environ, env):
+                torchrun(["--local-addr=127.0.0.1", f"--nproc_per_node={bench.ranks}", *command])
         return json.loads(Path(f"{folder}/out.json").read_text())
 
 
@@ -395,7 +405,7 @@ def table_of(name, bench):
 
 def show(name, bench, result, table):
     hosts = f"{bench.hosts} hosts, {bench.rate}" if bench.hosts > 1 else "one host"
-    where = f"{bench.ranks} ranks, {hosts}" + ", slowed" * bench.slowed + ", host time" * bench.host
+    where = f"{bench.ranks} ranks, {hosts}" + ", slowed" * bool(bench.slowed) + ", host time" * bench.host
     where += ", blocks sleep" * bool(os.environ.get("SLEEP"))
     print(f"{name} {' '.join(bench.flags)} | {where} | {bench.rounds} rounds | torch {torch.__version__}")
     if not bench.slowed:
@@ -408,6 +418,15 @@ def show(name, bench, result, table):
     for title in result["missing"]:
         print(f"  {title:<{wide}} not installed")
     print(flush=True)
+
+
+def fastest(table):
+    """Compute alone, and the fastest peer of each kind."""
+    of_kind = {ALONE: ALONE}
+    for title in sorted(table, key=lambda title: table[title]["ms"]):
+        if title != ALONE and ".py" not in title:
+            of_kind.setdefault(kind_of(title), title)
+    return list(of_kind.values())
 
 
 def refuse(problem):
@@ -431,7 +450,7 @@ def parse(words):
     parser.add_argument("--twice", action="store_true", help="then slowed")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times alone")
     parser.add_argument("--json", help="file for the tables, and when and where they were made")
-    parser.add_argument("--slowed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--slowed", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     bench, flags = parser.parse_known_args(words[count:])
@@ -469,8 +488,8 @@ def main(bench):
     made |= {"machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"}
     made |= {"hosts": bench.hosts, "ranks": bench.ranks, "rate": bench.rate}
     for part in ["lessons", "slowed"][: 1 + bench.twice]:
-        bench.slowed = part == "slowed"
         for name in bench.lessons:
+            bench.slowed = fastest(made["lessons"][name]) if part == "slowed" else []
             made[part][name] = table_of(name, bench)
             if bench.json:
                 Path(bench.json).write_text(json.dumps(made, indent=1))

@@ -57,7 +57,7 @@ COLUMNS = ["ranks", "ms", "tokens/s", "MFU %", "ratio", "least", "most", "peak G
 
 def measure(job):
     """Race a lesson and these peers; rank 0 writes what came out."""
-    bench = SimpleNamespace(rounds=job["rounds"], also=[], beside=[], host=False, peer="")
+    bench = SimpleNamespace(rounds=job["rounds"], also=[], beside=[], host=False, peer="", slowed=[])
     race = Race(job["lesson"], bench, job["flags"])
     race.peers = {title: race.peers[title] for title in job["peers"]}
     if not job["compare"]:

@@ -201,3 +201,11 @@ def test_each_number_in_readmes_sentences_was_measured_or_has_a_reason():
             digits = len(number.partition(".")[2])
             rounded = {f"{float(value):.{digits}f}" for value in measured[source]}
             assert number in rounded, f"{source} has no {number}"
+
+
+def test_readme_says_faster_or_slower_only_where_all_rounds_do():
+    speeds = PAGES["README"].partition("## How fast it is")[2].partition("\n## ")[0]
+    for line in re.findall(r"^- .*(?:\n  .*)*", speeds, re.M):
+        ranges = [tuple(map(float, found)) for found in re.findall(r"\(([\d.]+) to ([\d.]+)", line)]
+        both = [least < 1 < most for least, most in ranges]
+        assert ranges and sum(both) == line.count("equal"), f"equal, or not? {line}"

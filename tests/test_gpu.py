@@ -30,7 +30,8 @@ def test_ledger_and_bench_keep_a_lessons_promises_on_a_gpu(name="zero2"):
         lesson, bench.load = gpu.load_lesson(), lambda name: gpu.load_lesson()
         config = lesson.parse(flags)
         assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"
-        race = bench.Race(name, SimpleNamespace(rounds=1, also=[], beside=[], host=False, peer=""), flags)
+        own = SimpleNamespace(rounds=1, also=[], beside=[], host=False, peer="", slowed=[])
+        race = bench.Race(name, own, flags)
         assert race.memory(f"{name}.py") and made[-1][0] == 9 - 4, "what was there before belongs to others"
         assert race.run("")["rows"]
         assert race.adds_losses
