@@ -1,14 +1,18 @@
 """Tables of docs/results that formulas make, without a measurement: in seconds, on any machine the same.
 
-python bench/tables.py idle       pipelines' idle time by tools/bubble.py, beside the published
-python bench/tables.py zb-v       pipeline_v.py's order beside torch's
-python bench/tables.py owners     how evenly muon.py spreads Newton-Schulz over the ranks
-python bench/tables.py h200       plan.py beside docs/results/gpu.json
-python bench/tables.py gpts       plan.py beside table 1 of arXiv 2104.04473
-python bench/tables.py llama      plan.py beside table 4 of arXiv 2407.21783
-python bench/tables.py experts    plan.py with experts, with and without ZeRO-3
+    python bench/tables.py idle       pipelines' idle time by tools/bubble.py, beside the published
+    python bench/tables.py flight     what pipelines' ranks hold
+    python bench/tables.py zb-v       pipeline_v.py's order beside torch's
+    python bench/tables.py owners     how evenly muon.py spreads Newton-Schulz over the ranks
+    python bench/tables.py h200       plan.py beside docs/results/gpu.json
+    python bench/tables.py gpts       plan.py beside table 1 of arXiv 2104.04473
+    python bench/tables.py llama      plan.py beside table 4 of arXiv 2407.21783
+    python bench/tables.py experts    plan.py with experts, with and without ZeRO-3
+
+Tests take the published figures from here.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -72,6 +76,22 @@ def idle():
             rates.append(f"{rate:.4f}" + (f", published {published[name]}" if name in published else ""))
         rows.append([f"8 ranks, {m} microbatches, table 9's times", *rates])
     show(["", *names], rows)
+
+
+def in_flight(actions):
+    """The most forwards whose backward, W if there is one, has not been."""
+    end = "W" if any(action.op == "W" for action in actions) else "B"
+    return max(itertools.accumulate((action.op == "F") - (action.op == end) for action in actions))
+
+
+def flight():
+    """Of 8 microbatches, or of twice as many halves."""
+    rows = []
+    for name, lesson in LESSON_OF.items():
+        unit = "half stages" if name in ("interleaved", "zb-v") else "stages"
+        held = [map(in_flight, lesson.build_schedule(name, p, 8)) for p in (2, 4)]
+        rows.append([name, unit, *(", ".join(map(str, numbers)) for numbers in held)])
+    show(["", "of", "2 ranks", "4 ranks"], rows)
 
 
 def torchs_order(p, m):
@@ -178,7 +198,7 @@ def experts():
     show(["", "GPUs", "EP: GB of a GPU, does it fit?", "ZeRO-3 + EP"], rows)
 
 
-TABLES = {"idle": idle, "zb-v": zb_v, "owners": owners, "h200": h200, "gpts": gpts}
+TABLES = {"idle": idle, "flight": flight, "zb-v": zb_v, "owners": owners, "h200": h200, "gpts": gpts}
 TABLES |= {"llama": llama, "experts": experts}
 
 if __name__ == "__main__":

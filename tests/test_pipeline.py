@@ -43,10 +43,7 @@ def play(lesson, schedule):
     return rows
 
 
-def in_flight(actions):
-    """The most forwards whose backward, W if there is one, has not been."""
-    end = "W" if any(action.op == "W" for action in actions) else "B"
-    return max(itertools.accumulate((action.op == "F") - (action.op == end) for action in actions))
+in_flight = load("bench/tables").in_flight
 
 
 def check_schedules(name):
