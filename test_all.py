@@ -245,6 +245,30 @@ def check_peers(run):
         assert race.compare(titles, folder) < 1e-12, f"not the weights of {titles}"
 
 
+def fastest_of(bench):
+    """Of a table of zero3.py the peers that its slowed table has."""
+    ms = {"zero3.py": 1, "ddp.py": 1, "FSDP2": 5, "FSDP2, explicit prefetch": 4, "compute alone": 2}
+    ms |= {"FSDP2, no reshard": 3, "DeepSpeed 3": 9, "DeepSpeed 3, no overlap": 8}
+    return bench.fastest({title: {"ms": value} for title, value in ms.items()})
+
+
+@on_ranks(2)
+def check_chosen(name):
+    """--peer chooses peers by words of their titles; a slowed table has the fastest of each kind."""
+    bench = load("bench/bench")
+
+    def peers(peer, slowed=()):
+        own = SimpleNamespace(also=[], beside=[], peer=peer, slowed=slowed)
+        return {*bench.Race(name, own, TINY.split()).peers}
+
+    explicit = {"compute alone", "FSDP2, explicit prefetch"}
+    assert peers("prefetch") == explicit | {"FSDP2, explicit prefetch, all-to-all"}
+    assert peers("none") == {"compute alone"}
+    assert "in one of: " in said(lambda: peers("FSDP3"))[2], "takes a title that no peer has"
+    assert peers("FSDP2", fastest_of(bench)) == explicit | {"FSDP2, no reshard"}
+
+
+test_peers_are_chosen = holds("zero3", check_chosen)
 test_training_ends_in_the_weights_of_its_peers = pytest.mark.long_table(holds(RACES, check_peers))
 
 

@@ -2,7 +2,8 @@
 
 A ratio is a lesson's time over that of its peer's fastest setting, in one place: one host; the same, slowed;
 hosts with a link between them. PyTorch and DeepSpeed have rows of their own, and so has a peer that keeps all
-weights where the lesson lets them go. After a ratio stands (step - compute alone) / step of the lesson.
+weights where the lesson lets them go. After a ratio stands (step - compute alone) / step of the lesson. Bold:
+the lesson was slower in all rounds.
 """
 
 import re
@@ -79,7 +80,8 @@ def cell(place, line, beyond, name):
     part = "" if beyond is None else f", {100 * beyond:.0f} %"
     rate = "" if place in COLUMNS or "1gbit" in place else " at " + place.split(", ")[1]
     other = "" if name.endswith(f" / {line.peer}") else f": {line.peer}"
-    return f"{line.ratio:.2f} ({line.least:.2f} to {line.most:.2f}){part}{rate}{other}"
+    ratio = f"{line.ratio:.2f} ({line.least:.2f} to {line.most:.2f})"
+    return (f"**{ratio}**" if line.least > 1 else ratio) + f"{part}{rate}{other}"
 
 
 def table(found):

@@ -80,7 +80,7 @@ def test_tables_of_ratios_have_the_peers_fastest_setting_in_each_place_and_losin
     head, _, *rows = figures.ratios.all_ratios(results).split("\n")
     assert head == "| lesson / its peer | one host | one host, slowed | hosts, 1 Gbit/s each |"
     assert rows == [
-        "| ddp.py, 4 ranks, --accum 2 / torch DDP |  | 1.03 (1.01 to 1.10) |  |",
+        "| ddp.py, 4 ranks, --accum 2 / torch DDP |  | **1.03 (1.01 to 1.10)** |  |",
         "| zero3.py / FSDP2, explicit prefetch | 1.04 (0.91 to 1.12), 20 % |  | 0.60 (0.59 to 0.61): FSDP2 |",
         "| zero3.py / FSDP2, no reshard | 0.86 (0.86 to 0.92), 20 % |  |  |",
     ]
