@@ -172,10 +172,10 @@ def test_lists_name_minutes_and_what_is_stale(checkout, capsys):
 
 
 NUMBERS = {  # in them, by where they are from: a block, gpu.json, or why no command printed them
-    "ddp-host": "1.04 0.98 1.28",
-    "pipeline-host": "1.02 0.95 1.07",
-    "zero-host": "0.78 0.70 0.84 0.69 1.02",
-    "zero-link": "0.54 0.50 0.61 0.57 0.53 0.63",
+    "ddp-host": "1.02 0.98 1.11",
+    "pipeline-host": "0.96 0.85 1.00 0.99 1.12",
+    "zero-host": "0.80 0.76 0.88 0.82 0.78 0.89",
+    "zero-link": "0.55 0.50 0.61 0.54 0.49 0.63",
     "gpu.json": "0.95 0.99 1.00 355",
     "a table of a page, which test_readme.py compares": "12 15 313",
     "counted by test_readme.py": "45 82 340",
