@@ -7,7 +7,7 @@
 # ./run.sh lint            ruff, and each file beside its budget
 # ./run.sh site            the lessons as pages, in docs/site
 # ./run.sh films [LESSON]  what each rank does in a step, for these pages; as root on Linux over links of 1 Gbit/s
-# ./run.sh figures [PAGE]  the figures on README and in docs/results, measured anew, for hours (--list: what is stale)
+# ./run.sh figures [PAGE]  the figures on README and in docs/results, measured anew, in 75 minutes (--list: what is stale)
 # ./run.sh gpu [...]       for whoever has GPUs: half an hour, docs/results/gpu.md (--rehearse: on a CPU, toy sizes)
 #
 # NPROC=2 ./run.sh         ranks (default: the GPUs, or 4 without any)

@@ -1,6 +1,6 @@
 """The figures on README and in docs/results: what commands printed, with date, commit and machine.
 
-    ./run.sh figures                     runs all commands, for hours
+    ./run.sh figures                     runs all commands, in 75 minutes on 2 quiet cores
     ./run.sh figures zero touched-1      those of a page, or one
     ./run.sh figures --list              minutes that each took, what it needs, and whether it is stale
     ./run.sh figures --pages             runs nothing: fills the pages from docs/results/figures.json
