@@ -264,6 +264,7 @@ def main(words):
         if result := measure(row):
             results = read() | {row.name: result}
             JSON.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            results = read()  # by name, as a later run has them
             fill_pages(results)
             timed |= "bench/bench.py" in row.command
         else:
