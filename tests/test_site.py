@@ -158,7 +158,7 @@ def test_the_numbers_on_rounding_and_its_broken_lessons_are_what_they_were_measu
         runs = {name: run[dtype] for name, run in result["runs"].items() if name != rounding.FIRST}
         broken = {name: runs.pop(name) for name in rounding.MUTANTS}
         for name, run in runs.items():
-            assert run["weights"][-1] > 1e2 * run["weights"][0] or dtype == "bf16", f"{name}, {dtype}"
+            assert run["weights"][-1] > 10 * run["weights"][0], f"{name}, {dtype}"
         most = max(run["norm"][0] for run in runs.values())
         assert all(run["norm"][0] > 50 * most for run in broken.values()), dtype
 
