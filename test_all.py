@@ -262,10 +262,12 @@ def check_chosen(name):
         return {*bench.Race(name, own, TINY.split()).peers}
 
     explicit = {"compute alone", "FSDP2, explicit prefetch"}
-    assert peers("prefetch") == explicit | {"FSDP2, explicit prefetch, all-to-all"}
-    assert peers("none") == {"compute alone"}
-    assert "in one of: " in said(lambda: peers("FSDP3"))[2], "takes a title that no peer has"
-    assert peers("FSDP2", fastest_of(bench)) == explicit | {"FSDP2, no reshard"}
+    both = explicit | {"FSDP2, explicit prefetch, all-to-all"}
+    assert peers("prefetch") == both, "other peers than asked for"
+    assert peers("none") == {"compute alone"}, "peers that nobody asked for"
+    assert "in one of: " in str(said(lambda: peers("FSDP3"))[2]), "takes a title that no peer has"
+    chosen = peers("FSDP2", fastest_of(bench))
+    assert chosen == explicit | {"FSDP2, no reshard"}, "not the fastest of each kind"
 
 
 test_peers_are_chosen = holds("zero3", check_chosen)
