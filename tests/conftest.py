@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from test_all import NAMES
-from tests.harness import ROOT
+from tests.harness import ROOT, lessons
+
+NAMES = list(lessons())
 
 os.chdir(ROOT)  # paths in the tests' flags are relative
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests run on the CPU, where there are GPUs, too
@@ -47,13 +48,13 @@ def draw(items, seed):
 
 
 def concerns(item, lesson):
-    """A test is of the lessons in its parameters; if there are none, of all in its file's docstring."""
+    """A test is of the lessons in its parameters; if there are none, of its file's."""
     parameters = re.findall(r"\w+", item.nodeid.partition("[")[2])
-    return lesson in (set(parameters).intersection(NAMES) or re.findall(r"(\w+)\.py", item.module.__doc__))
+    return lesson in (set(parameters).intersection(NAMES) or [item.path.stem.removeprefix("test_")])
 
 
 def pytest_collection_modifyitems(config, items):
-    long = "survive|learn|handout|gpu"
+    long = "survive|learn|gpu"
     items.sort(key=lambda item: not re.search(long, item.nodeid))  # these begin first
     if lesson := config.getoption("--lesson"):
         items[:] = [item for item in items if concerns(item, lesson)]

@@ -5,6 +5,7 @@ mutants() holds that it fails, for a given reason, on an edited copy of the less
 
 import functools
 import gc
+import importlib
 import io
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 import types
+from collections import namedtuple
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -26,11 +28,49 @@ TEXT = "LICENSE"  # relative to the checkout, whose own path may have spaces
 # 12: ranks 1 to 4 can share the heads, and no unit's size is a multiple of 8
 TINY = f"--layers 3 --heads 12 --width 36 --context 16 --steps 3 --batch 12 --data {TEXT}"
 FORK = multiprocessing.get_context("forkserver")
-sys.path += [f"{ROOT}/{part}" for part in ("tools", "bench", "site")]  # the fork server lacks pytest's
+# The fork server lacks pytest's path.
+sys.path += [f"{ROOT}/{part}" for part in ("more", "tools", "bench", "site")]
 import promises  # noqa: E402, F401 which preloads less: the last who asks is heard, and all share one fork server
+from lessons import lessons, path_of, special  # noqa: E402, F401
 
 MODULES = "promises numpy.ma torch._dynamo torch.distributed.nn tests.harness test_all"
 FORK.set_forkserver_preload(MODULES.split())
+
+# What tests must know of a lesson: LESSON, at the top of tests/test_NAME.py. Beside it stand, in a line each,
+# RUN, PLAIN, BEFORE and FILM, which tools/lessons.py explains.
+FIELDS = {
+    "worlds": (1, 2, 3, 4),  # its numbers of ranks
+    "flags": "",  # a shape that all of its worlds can split
+    "variants": (),  # flags of its own that change no number
+    "own": {},  # {flag: (good values, odd ones)}
+    "bad": (),  # flags that it must refuse
+    "norms": True,  # whether it prints single.py's
+    "slack": None,  # (root, block, ranks, flags) -> elements of gradients that may be missing, or too many
+    "races": (),  # flags with which it ends in the weights of its peers
+    "uncounted": (),  # what it sends by a formula that is a mean
+    "gpu": None,  # flags for the simulated GPU, beside none; else the variants
+    "waits": {},  # {flags: {(why, where): how often the host waits in a step}}
+    "orders": None,  # (ranks, flags, perhaps a function) of runs by NCCL's rules; else the usual ones
+}
+Lesson = namedtuple("Lesson", FIELDS, defaults=FIELDS.values())
+
+
+@functools.cache
+def spec(name):
+    """The LESSON of tests/test_NAME.py, for a lesson's name or a mutant's path."""
+    return importlib.import_module(f"tests.test_{Path(name).stem}").LESSON
+
+
+def run_of(name):
+    """(whether its ranks are threads of one process, its own flags in the runs that single.py equals)."""
+    program, _, flags = special(Path(name).stem, "RUN", "torchrun LESSON").partition(" LESSON")
+    return program == "python", "" if special(Path(name).stem, "BEFORE") else flags.strip()
+
+
+def plain_of(name):
+    """(the lesson whose run on one rank this lesson's is to equal, its flags)."""
+    plain, _, flags = special(Path(name).stem, "PLAIN", "single").partition(" ")
+    return plain, flags
 
 
 def begin(rank, size, store):
@@ -114,7 +154,7 @@ def compiled(path, device):
 
 def load(name, device="cuda"):
     """A fresh module of a lesson, tool or mutant: "zero3", "tools/ledger", or a path; with another device."""
-    path = str(ROOT / name).removesuffix(".py") + ".py"
+    path = str(path_of(str(name).removesuffix(".py")))
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
     exec(compiled(path, device), vars(module))
@@ -137,10 +177,9 @@ def train_here(name, flags, watched):
 
 def crew(name, size, flags):
     """(ranks, flags) for a run of this size, which a lesson of one process has as threads."""
-    if Path(name).stem == "diloco":  # which is ddp.py then, unless other flags follow
-        flags = f"--inner-steps 1 --outer-lr 1 --outer-momentum 0 {flags}"
-    flag = {"dp_threads": "--replicas", "dp_async": "--workers"}.get(Path(name).stem)
-    return (1, f"{flag} {size} {flags}") if flag else (size, flags)
+    is_alone, own = run_of(name)
+    own = " ".join(str(size) if word == "N" else word for word in own.split())
+    return 1 if is_alone else size, f"{own} {flags}".strip()
 
 
 @functools.cache
@@ -215,7 +254,7 @@ def mutants(rows, names=None):
 
     @pytest.mark.parametrize("name, old, new, check, reason", each_alone)
     def test(name, old, new, check, reason, tmp_path):
-        source = (ROOT / f"{name}.py").read_text()
+        source = path_of(name).read_text()
         assert source.count(old) == 1, f"{name}.py has {source.count(old)} times: {old}"
         mutant = tmp_path / f"{Path(name).name}.py"
         mutant.write_text(source.replace(old, new))

@@ -1,6 +1,6 @@
 """Runs survive.py's protocol without processes, in all orders of events or a sample: who dies, who is late?
 
-    python tools/orders.py [FILE] [--deaths N] [--walks N] [--all]
+    python tests/orders.py [FILE] [--deaths N] [--walks N] [--all]
 
 The code that runs is FILE's own: its class Members, and judge(), which the launcher calls when a worker ends.
 Both pause wherever they wait, and before each write that changes the store, which is a dict here. From each
@@ -384,7 +384,7 @@ def try_walks(path, times=2000):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("file", nargs="?", default="survive.py")
+    parser.add_argument("file", nargs="?", default="more/survive.py")
     parser.add_argument("--deaths", type=int, default=2)
     parser.add_argument("--walks", type=int, default=2000)
     parser.add_argument("--all", action="store_true")

@@ -12,7 +12,15 @@ import torch.utils.checkpoint as torchs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.harness import TINY, error_of, holds, load, mutants, on_ranks, world
+from tests.harness import TINY, Lesson, error_of, holds, load, mutants, on_ranks, world
+
+LESSON = Lesson(
+    worlds=(1, 2),
+    variants=("--policy none", "--policy selective"),
+    own={"--policy": ("none full selective", "offload"), "--every": ("1 2", "0 -1 9 x")},
+    races=("--every 2", "--policy selective"),
+)
+
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "unfused": SDPBackend.MATH}
 
@@ -71,45 +79,6 @@ def check_gradients(name):
         call(function, torch.ones(4, requires_grad=True))[0].sum().backward()
         del function
         assert alive() is None, "a checkpoint outlives its graph"
-
-
-def catching(x, _):
-    try:
-        return x.tanh().sum()
-    except Exception:
-        return x.sin().sum()
-
-
-MISUSE = [  # (function of x and whether it is the second run, what is said); the last two: of what is kept
-    (lambda x, again: ((x[:2] if again else x) @ x).tanh().sum(), "recomputed with another shape"),
-    (lambda x, again: (x.double() if again else x.float()).tanh().sum(), "recomputed with another shape"),
-    (lambda x, again: (x.tanh() if again else x.tanh().sin()).sum(), "saved fewer tensors"),
-    (catching, "nothing"),
-    (lambda x, _: x.exp().add_(1).sin().sum(), "a tensor that backward needs was changed in place"),
-    (lambda x, _: x.exp().mul_(2).sum(), "nothing"),  # recomputing stops before mul_()
-    (lambda x, again: ((torch.addmm(x, x, x) if again else x @ x) @ x).sin().sum(), "in place of aten.mm"),
-    (lambda x, _: (x @ x).mul_(2).sin().sum(), "the output of aten.mm.default was changed in place"),
-]  # fmt: skip
-
-
-@on_ranks(1)
-def check_misuse(name):
-    all_ways = ways(load(name))
-    call = all_ways.get("selective") or all_ways["partitioned"]
-    for function, expected in MISUSE[: 6 if "partitioned" in all_ways else 8]:
-        runs = iter((False, True))
-        y = call(lambda x, f=function, runs=runs: f(x, next(runs)), torch.randn(4, 4, requires_grad=True))
-        said = error_of(y.backward)
-        assert expected in said, f"{said!r}, not {expected!r}"
-    calls = iter(range(20))
-
-    def differentiated(x):
-        next(calls)  # StopIteration, if backward runs this again and again
-        (grad,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
-        return (x - grad).sin().sum()
-
-    said = error_of(lambda: call(differentiated, torch.ones(4, requires_grad=True)).backward())
-    assert "inside of a checkpointed function" in said, f"{said!r} of a gradient inside"
 
 
 @on_ranks(2)
@@ -234,9 +203,7 @@ def check_events(name, offload=False):
 
 
 offloaded = partial(check_events, offload=True)
-test_each_promise_is_kept = holds(
-    ("checkpointing", "zero_r"), check_gradients, check_misuse, check_changed, check_naive
-)
+test_each_promise_is_kept = holds(("checkpointing", "zero_r"), check_gradients, check_changed, check_naive)
 test_policies_keep_and_recompute_what_they_say = holds("checkpointing", check_beside_torch, check_kept)
 test_checkpoints_are_elsewhere = holds("zero_r", check_events, offloaded)
 MUTANTS = [
@@ -245,11 +212,6 @@ MUTANTS = [
     ("        set_random_states(after)\n", "", check_gradients, "gradients differ"),
     ("tion), torch.enable_grad()", "tion)", check_gradients, "fewer tensors"),
     ("self.recomputed = {}\n        before", "before", check_gradients, "saved fewer tensors"),
-    ("StopRecomputation(BaseException)", "StopRecomputation(Exception)", check_misuse, "not 'nothing'"),
-    ("(tensor.shape, tensor.dtype) == ", "True or ", check_misuse, "another shape"),
-    ("assert operator is recorded", "assert True", check_misuse, "in place of"),
-    ("versions_of(kept) == versions", "versions_of(kept)", check_misuse, "changed in place"),
-    ("ADInplaceOrView, False", "ADInplaceOrView, True", check_misuse, "changed in place"),
     ("del call.outputs[call.outputs_needed :]", "pass", check_kept, "bytes from"),
     ("            raise StopRecomputation", "            pass", check_beside_torch, "FLOPs"),
     ("] = tensor.detach(),", "] = tensor,", check_gradients, "outlives its graph"),
@@ -271,10 +233,8 @@ MUTANTS = [
 test_a_mutant_of_zero_r_is_rejected = mutants(MUTANTS, "zero_r")
 MUTANTS = [
     ("assert versions_of(self.args) ==", "assert True or", check_changed, ": nothing"),
-    ("assert tensor._version == version", "assert True", check_misuse, "not 'a tensor that backward needs"),
     ("in tree_leaves(values) if", "in values if", check_changed, "listed: nothing"),
     ("if not torch.is_grad_enabled()", "if False", check_gradients, "in inference_mode() RuntimeError"),
     ("y.backward(grad)", "y.backward(grad.sign())", check_naive, "naive: differs"),
-    ("assert number is not None", "assert True", check_misuse, "of a gradient inside"),
 ]  # fmt: skip
 test_a_mutant_of_both_is_rejected = mutants(MUTANTS, "checkpointing zero_r")

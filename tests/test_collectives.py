@@ -1,6 +1,5 @@
 """What is special to collectives.py: the library's results, bytes on the wire."""
 
-import itertools
 from functools import partial
 from unittest import mock
 
@@ -8,8 +7,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from test_all import check_parity
-from tests.harness import error_of, holds, load, mutants, on_ranks, said, world
+from tests.checks import check_parity
+from tests.gpu import check_gpu, check_order
+from tests.harness import Lesson, error_of, holds, load, mutants, on_ranks, said, world
+
+ALGORITHMS = "tree_broadcast recursive_doubling_all_reduce halving_doubling_all_reduce pairwise_all_to_all"
+RING_FLAGS = "--batch 120 --context 8 --megabytes 1e-3"
+
+
+def compare(lesson, config):
+    lesson.compare(config)
+
+
+def first(algorithm, lesson, config):
+    """An algorithm that is the first to use its group."""
+    lesson.set_up(config, replicas=1)
+    getattr(lesson, algorithm)(torch.zeros(config.batch))
+
+
+MAINS = [None, compare, *(partial(first, algorithm) for algorithm in ALGORITHMS.split())]
+LESSON = Lesson(
+    own={"--megabytes": ("0.1 1", "-1 nan x")},
+    races=("",),
+    orders=[(size, RING_FLAGS, main) for size in (3, 4, 6) for main in MAINS],
+)
+
 
 ALL_REDUCES = (
     "naive_all_reduce",
@@ -101,19 +123,6 @@ def check_table(name):
         assert all(f" | {each} {ms}.00 ms" in line for line in lines[1:]), f"not {ms} ms for {each}: {lines}"
 
 
-def test_the_model_of_a_link_is_fitted_and_crosses_where_the_paper_says():
-    links, rows, alpha, beta = load("bench/links"), [], 2e-4, 1e-9
-    paths = ("recursive_doubling", 2, 2), ("halving_doubling", 4, 1.5), ("ring_all_reduce", 6, 1.5)  # 4 ranks
-    for size, (name, rounds, path) in itertools.product((4, 2**19, 2**21), paths):
-        seconds = rounds * alpha + path * size * beta
-        rows.append(links.Row(name, rounds, path, path, 1.5, size, seconds))
-    assert links.fit(rows) == pytest.approx((alpha, beta)) and rows[-1].model == pytest.approx(seconds)
-    predicted, first, then = links.crossover(rows, "halving_doubling", alpha, beta)
-    assert predicted == pytest.approx(2 * alpha / (beta * (2 - 2 * 3 / 4)))
-    assert (first, then) == (2**19, 2**21)
-    assert links.crossover(rows, "ring_all_reduce", alpha, beta)[0] == pytest.approx(2 * predicted)
-
-
 sent_by = [partial(check_bytes, size=size) for size in (2, 3, 4, 6)]
 CHECKS = *sent_by, check_table, check_dimensions
 test_each_promise_is_kept = holds("collectives", *CHECKS)
@@ -131,3 +140,14 @@ MUTANTS = [
     ("flat_grad /= dist.get_world_size()", "pass", check_parity, "norms differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "collectives")
+GPU_MUTANTS = [
+    ("collectives", "        work.wait()\n", "        pass\n", check_gpu, "uses what a collective still"),
+    (
+        "collectives",
+        "    for work in dist.batch_isend_irecv(ops):",
+        "    for op in ops:\n        op.op(op.tensor, op.peer).wait()\n    for work in []:",
+        check_order,
+        "ranks wait for one another",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

@@ -5,8 +5,16 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from test_all import check_ledger
-from tests.harness import holds, load, mutants, on_ranks
+from tests.checks import check_ledger
+from tests.gpu import check_gpu, check_order
+from tests.harness import Lesson, holds, load, mutants, on_ranks
+
+LESSON = Lesson(
+    variants=("--no-overlap", "--bucket-cap-mb 0.02"),
+    own={"--bucket-cap-mb": ("0 0.02 1", "-1 nan x")},
+    bad=("--batch 7",),
+    races=("",),
+)
 
 
 @on_ranks(2)
@@ -71,3 +79,22 @@ MUTANTS = [
     ("master.grad = None", "pass", partial(check_ledger, size=2, flags="--dtype bf16"), "gradients: +"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "ddp")
+GPU_MUTANTS = [
+    (
+        "ddp pipeline",
+        "torch.cuda.set_device(device if gpus else -1)",
+        "pass",
+        check_gpu,
+        "over NCCL before torch.cuda.set_device",
+    ),
+    ("ddp", "all_reduce(self.flat_grad,", "all_reduce(self.flat_grad.cpu(),", check_gpu, "of the host"),
+    ("ddp", "        self.work.wait()\n", "", check_gpu, "uses what a collective still"),
+    (
+        "ddp",
+        "dist.all_reduce(loss)",
+        "if rank == 0:\n            dist.all_reduce(loss)",
+        check_order,
+        "ranks do not meet",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

@@ -9,9 +9,34 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from test_all import EXACT, check_ledger
-from tests.harness import apart, error_of, holds, load, mutants, on_ranks, train, world
+from tests.checks import EXACT, check_ledger
+from tests.gpu import check_gpu
+from tests.harness import Lesson, apart, error_of, holds, load, mutants, on_ranks, train, world
 from tools.watch import noted
+
+RUN = "torchrun LESSON --inner-steps 1 --outer-lr 1 --outer-momentum 0 --optim sgd --clip inf"
+PLAIN = "single --optim sgd --clip inf"
+FILM = "--inner-steps 2 --steps 4"
+NO_INT = "0 -1 1.5 x 1000000000000 99999999999999999999999"
+LESSON = Lesson(
+    flags="--optim sgd --clip inf",
+    own={
+        "--inner-steps": ("1", NO_INT),
+        "--outer-lr": ("1", "nan -1 x"),
+        "--outer-momentum": ("0", "nan -1 2 x"),
+        "--fragments": ("1", "0 -1 2 x"),
+        "--delay": ("0", "-1 1 x"),
+    },
+    bad=("--fragments 2",),
+    norms=False,  # they are the ranks' own
+    races=("",),
+    gpu=("--inner-steps 4 --steps 8 --fragments 2 --delay 1",),
+    waits={
+        "": {("copy", "train()"): 1, ("item", "print_step()"): 0},
+        "--delay": {("copy", "microbatches()"): 4},
+    },
+)
+
 
 FLAGS = f"{EXACT} --batch 72 --accum 3 --steps 10 --lr 0.002"
 PLAIN = "--inner-steps 4 --outer-lr 0.7 --outer-momentum 0.9"
@@ -161,3 +186,7 @@ MUTANTS = [
      check_bf16, "parameters: -"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "diloco")
+GPU_MUTANTS = [
+    ("diloco zero1", "self.reduce_work.wait()", "pass", check_gpu, "uses what a collective still"),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

@@ -6,8 +6,18 @@ from functools import partial
 import pytest
 import torch
 
-from test_all import check_parity, optimizers_made
-from tests.harness import TINY, error_of, holds, load, mutants, world
+from tests.checks import check_parity, optimizers_made
+from tests.gpu import check_gpu
+from tests.harness import TINY, Lesson, error_of, holds, load, mutants, world
+
+LESSON = Lesson(
+    worlds=(1, 2),
+    flags="--context 48",
+    own={"--plain": ("attention loss optimizer", "all")},
+    races=("",),
+    gpu=("--plain attention loss optimizer",),
+)
+
 
 SIZES = (1, 5, 127, 128, 129, 300)  # tokens: less than a tile, a whole one, a partial last one
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -121,3 +131,7 @@ MUTANTS = [
     ("CHUNK = 1024", "CHUNK = 4096", check_memory, "the loss takes"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "fusion")
+GPU_MUTANTS = [
+    ("fusion", "x = model.norm(x)", "x = model.norm(x.cpu())", check_gpu, "of the host"),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

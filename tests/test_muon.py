@@ -10,10 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from test_all import EXACT, check_ledger, check_masters
-from tests.harness import apart, error_of, holds, load, mutants, on_ranks, world
-from tests.test_zero import chain, check_compiled, check_failed, check_late
+from tests.checks import EXACT, check_ledger, check_masters
+from tests.gpu import check_gpu, check_order
+from tests.harness import Lesson, apart, holds, load, mutants, on_ranks, world
+from tests.test_zero1 import check_failed, check_late
 from tools.watch import noted
+
+PLAIN = "muon"
+FILM = "--layers 2"
+LESSON = Lesson()
 
 
 def plain_step(momenta, lr=1e-3):
@@ -108,23 +113,6 @@ def check_module(name):
     assert apart(zero.full_state_dict(), plain.state_dict()) < 1e-12, "weights differ"
 
 
-@on_ranks(1)
-def check_protected(name):
-    """What would go around the wrapper is refused, and says what to do."""
-    zero = chain(name)
-    uses = [
-        lambda: [*zero.parameters()],
-        zero.named_parameters,
-        zero.state_dict,
-        zero.bfloat16,
-        zero.zero_grad,
-    ]
-    uses += [partial(zero.requires_grad_, False), partial(zero.load_state_dict, {})]
-    for use in uses:
-        said = error_of(use)
-        assert "use shards and full_state_dict()" in said, f"{use} is not refused: {said}"
-
-
 TIMELINE = """send 0 send 1 send 2 send 3 wait 1 wait 0 forward 1 wait 2 forward 2 wait 3 forward 3 forward 4
     backward 4 backward 3 reduce 3 backward 2 reduce 2 backward 1 reduce 1 reduce 0
     finish 0 finish 1 finish 2 finish 3"""  # 0 is the root, 1 the matrix of layers 1 and 4
@@ -156,7 +144,7 @@ def check_timeline(name):
 # In fp32 to the bit, on one rank: bf16 makes 1e-4 of what N ranks add up in another order.
 check_fp32 = partial(check, size=1, torchs=True, flags="--steps 3 --clip inf", tolerance=1e-7)
 CHECKS = [check_fp32, check_costs, check_timeline, check_module]
-CHECKS += [check_failed, check_late, check_compiled, check_protected]
+CHECKS += [check_failed, check_late]
 test_each_promise_is_kept = holds("muon", *CHECKS)
 MUTANTS = [
     ("= self.grad.to(", "= (newton_schulz(self.grad) if self.grad.dim() == 2 else self.grad).to(", check,
@@ -182,9 +170,17 @@ MUTANTS = [
     ("self.matrix_units[param].start_reduce()", "self.root_units.append(self.matrix_units[param])",
      check_timeline, "another order"),
     ("        if self.n_waiting:\n", "        if False:\n", check_failed, "goes on after"),
-    ("named_parameters = state", "state", check_protected, "is not refused"),
-    ("load_state_dict = ", "", check_protected, "is not refused"),
-    (" = _apply", "", check_protected, "is not refused"),
-    (" = state_dict", "", check_protected, "is not refused"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "muon")
+GPU_MUTANTS = [
+    ("muon", "self.broadcast_work.wait()", "pass", check_gpu, "uses what a collective still"),
+    ("muon", "unit.reduce_work.wait()", "pass", check_gpu, "uses what a collective still"),
+    (
+        "muon",
+        "broadcast(self.param, self.owner",
+        "broadcast(self.param, dist.get_rank()",
+        check_order,
+        "ranks do not meet",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

@@ -11,9 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from test_all import check_ledger, check_masters, check_parity
-from tests.harness import TINY, apart, error_of, holds, load, mutants, on_ranks, train
+from tests.checks import check_ledger, check_masters, check_parity
+from tests.gpu import check_gpu
+from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks, train
 from tools.watch import noted
+
+LESSON = Lesson(
+    own={"--link-gbps": ("1 inf", "0 -1 nan")},
+    bad=("--link-gbps 0",),
+    slack=lambda root, block, size, flags: ((root + 2 * block) * ("--link" not in flags), 0),  # a slow link
+    races=("",),
+    gpu=("--params",),
+    waits={"": {("item", "step()"): 1}},
+)
 
 
 @pytest.mark.long_table
@@ -258,3 +268,27 @@ MUTANTS = [
     ("not torch.is_tensor(output)", "False", check_guards, "one tensor"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "offload")
+GPU_MUTANTS = [
+    (
+        "offload",
+        "torch.cuda.current_stream().wait_stream(self.uploader.stream)",
+        "pass",
+        check_gpu,
+        "uses what a collective still",
+    ),
+    (
+        "offload",
+        "self.stream.wait_stream(torch.cuda.current_stream())",
+        "pass",
+        check_gpu,
+        "uses what another stream has not finished",
+    ),
+    (
+        "offload",
+        "launch_job.result().wait()",
+        "launch_job.result()",
+        check_gpu,
+        "uses what a collective still",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

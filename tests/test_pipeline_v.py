@@ -12,11 +12,24 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.pipelining import schedules
 
-from test_all import check_ledger, check_parity
-from tests.harness import error_of, holds, load, mutants, on_ranks
-from tests.test_pipeline import check_guards, check_held, check_layers, in_flight, make_pipe, play
+from tests import gpu
+from tests.checks import check_ledger, check_parity
+from tests.harness import Lesson, error_of, holds, load, mutants, on_ranks
+from tests.test_pipeline import SMALL, check_held, check_layers, in_flight, make_pipe, play
 from tools.watch import noted
+
+ORDERS = ((2, 4), (2, 8), (4, 4), (4, 8), (3, 1), (3, 4), (8, 16))  # on 8 many sends at once
+LESSON = Lesson(
+    bad=("--layers 1",),
+    # In torch 2.11's schedules of a V the last rank sends to itself, which gloo cannot.
+    races=("--accum 4 --layers 4 --batch 16",) if torch.__version__ >= "2.13" else (),
+    orders=[
+        (size, f"{SMALL} --accum {k}")
+        for size, k in ((2, 4), (2, 8), (4, 4), (4, 8), (3, 1), (3, 4), (8, 16))
+    ],
+)
 
 
 def check_schedules(name):
@@ -37,11 +50,22 @@ def check_schedules(name):
         play(lesson, schedule)
 
 
+def torchs_order(lesson, p, m):
+    """What ScheduleZBVZeroBubble lets each rank do, as the lesson's Actions."""
+    ops = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+    order = []
+    for rank in range(p):
+        own = types.SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m, rank=rank)
+        actions = filter(None, schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(own, rank))
+        order.append([lesson.Action(ops[kind.name], stage, j) for stage, kind, j, _ in actions])
+    return order
+
+
 def check_order(name):
     """torch's order, but for another W; in short steps torch's idles longer."""
     lesson = load(name)
     for p, m in itertools.product((2, 4, 8), (4, 6, 8, 12, 16, 24, 32)):
-        both = lesson.build_schedule("zb-v", p, m), load("bench/tables").torchs_order(p, m)
+        both = lesson.build_schedule("zb-v", p, m), torchs_order(lesson, p, m)
         ours, theirs = ([[a for a in row if a.op in "FB"] for row in each] for each in both)
         assert ours == theirs or m < 2 * p - 1, "not torch's order"
         ours, theirs = (load("tools/bubble").bubble_rate(schedule, 1, 1.1, 0.7, 0.1) for schedule in both)
@@ -111,7 +135,7 @@ def test_the_docstrings_diagram_is_the_schedule():
 
 
 ALL = check_schedules, check_order, check_bubbles, check_messages, check_sums
-ALL += check_layers, check_held, check_guards
+ALL += check_layers, check_held
 test_each_promise_is_kept = holds("pipeline_v", *ALL)
 MUTANTS = [
     ('"F" * (2 * below + 1)', '"F" * (2 * below + 2)', check_schedules, "3 in flight, not 2"),
@@ -124,8 +148,6 @@ MUTANTS = [
     ("if receiver == self.rank:", "if 0:", check_messages, "to itself"),
     ("        self.turned = {}", "        self.zero_grad()\n        self.turned = {}",
      check_sums, "gradients do not add up"),
-    ("own == {self.rank,", "own or {self.rank,", check_guards, "a schedule of other stages"),
-    ("self.in_flight is None,", "True,", check_guards, "a step after one that failed"),
     ("self.turned[op, stage] = tensor", "self.turned[op, stage] = tensor * 2", check_parity, "losses differ"),
     ("self.later.popleft()", "self.later[0]", check_parity, "losses differ"),
     ("self.ahead = 1", "self.ahead = 2", check_held, "3 receives posted"),
@@ -134,3 +156,13 @@ MUTANTS = [
 test_a_mutant_is_rejected = mutants(MUTANTS, "pipeline_v")
 TURN = ("tools/bubble", "now if rank_of.get(after) == rank else now + t_comm", "now + t_comm")
 test_a_turn_takes_no_message = mutants([(*TURN, check_bubbles, "the turn is a message")])
+GPU_MUTANTS = [
+    (
+        "pipeline_v",
+        "[dist.new_group(), dist.new_group()]",
+        "[dist.new_group()] * 2",
+        gpu.check_order,
+        "ranks wait for one another",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

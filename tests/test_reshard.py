@@ -1,23 +1,31 @@
 """What is special to reshard.py: after each update each server has its slices of the trainers' weights."""
 
 import math
-import os
-import re
-import subprocess
-import sys
-import time
-from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from test_all import check_ledger, check_parity
-from tests.harness import ROOT, TEXT, apart, error_of, holds, load, mutants, on_ranks, train, world
+from tests.checks import check_ledger, check_parity
+from tests.gpu import check_order
+from tests.harness import TEXT, Lesson, apart, error_of, holds, load, mutants, on_ranks, train, world
+
+FILM = "--how direct"
+LESSON = Lesson(
+    flags="--vocab 257",
+    variants=("--how rank0", "--how direct"),
+    own={"--servers": ("1 2", "0 -1 5 x"), "--how": ("rank0 units direct", "all")},
+    bad=("--servers 4", "--heads 9 --servers 2"),
+    slack=lambda root, block, size, flags: (
+        (root + block) / (size - size // 2),
+        0,
+    ),
+    waits={"": {("item", "print_served()"): 1}},
+)
+
 
 # Sizes that no number of ranks divides, but for the heads.
 ODD = f"--layers 2 --heads 4 --width 20 --context 13 --vocab 257 --batch 12 --steps 3 --lr 0.01 --data {TEXT}"
@@ -246,24 +254,13 @@ MUTANTS = [
 test_a_mutant_is_rejected = mutants(MUTANTS, "reshard")
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux, and root for py-spy")
-def test_where_names_the_rank_that_alone_leaves_out_a_unit(tmp_path):
-    source = (ROOT / "reshard.py").read_text()
-    old = "for unit in self.units:\n            if self.how"
-    new = old.replace("units:", "units[: len(self.units) - self.is_trainer]:")
-    assert source.count(old) == 1
-    (tmp_path / "reshard.py").write_text(source.replace(old, new))
-    command = f"{tmp_path}/reshard.py --servers 2 --how direct --device cpu --data {ROOT / TEXT}".split()
-    late = r"rank 2 .* waits in wait\(\), reshard.py:(?s:.*)most are at reshard.py:.*; not there: rank 0\n"
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    seen, deadline = "", time.monotonic() + 150
-    with ExitStack() as stack:
-        for rank in "012":
-            own = {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-            own |= {"MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            process = subprocess.Popen([sys.executable, *command], env=os.environ | own, stdout=-3, stderr=-3)
-            stack.callback(stack.enter_context(process).kill)
-        while not re.search(late, seen):
-            tool = [sys.executable, ROOT / "tools/where.py"]
-            seen = subprocess.run(tool, capture_output=True, text=True).stdout
-            assert time.monotonic() < deadline, seen
+GPU_MUTANTS = [
+    (
+        "reshard",
+        "self.units:\n            if self.how",
+        "self.units[self.rank == 0 :]:\n            if self.how",
+        check_order,
+        "ranks do not meet",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

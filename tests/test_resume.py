@@ -1,13 +1,11 @@
 """What is special to resume.py."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import run
 
-from test_all import refused
+from tests.checks import refused
 from tests.harness import (
     FORK,
     ROOT,
     TINY,
+    Lesson,
     apart,
     error_of,
     holds,
@@ -36,6 +35,17 @@ from tests.harness import (
     world,
 )
 from tools.watch import noted
+
+RUN = "torchrun LESSON --checkpoint runs/begun"
+BEFORE = "python LESSON --checkpoint runs/begun --every 1 --steps 1"
+NO_INT = "0 -1 1.5 x 1000000000000 99999999999999999999999"
+LESSON = Lesson(
+    own={"--every": ("1 2", NO_INT), "--keep": ("1 2", "0"), "--checkpoint": ("{tmp}/c", "/dev/null")},
+    races=("",),
+    gpu=("--checkpoint FOLDER/RANK --every 1",),
+    waits={"--checkpoint": {("copy", "train()"): 1}},
+)
+
 
 FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
 SIZES = (1, 2, 3, 4, 8)
@@ -213,7 +223,7 @@ def mortal(flags):
 def end_of_job(flags):
     """What torchrun says at the end of a job whose ranks are mortal(): its own agent, which forks them."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    config, _, _ = run.config_from_args(run.parse_args([*TORCHRUN, "resume.py"]))
+    config, _, _ = run.config_from_args(run.parse_args([*TORCHRUN, "more/resume.py"]))
     config.start_method = "forkserver"
     return error_of(lambda: run.elastic_launch(config, mortal)(flags))
 
@@ -239,45 +249,6 @@ def test_two_hosts_print_single_pys_losses():
     losses = [float(loss) for loss in re.findall(r"^step .*? loss ([\d.]+)", job.stdout, re.M)]
     alone, _ = train("single", 1, " ".join(flags))
     assert len(losses) == 3 and apart(losses, alone["losses"]) < 6e-5, job.stdout + job.stderr
-
-
-@pytest.mark.skipif(NO_NAMESPACES or not os.environ.get("FUZZ"), reason="needs root; ./run.sh fuzz")
-@pytest.mark.parametrize("lesson, flag", [("ddp", "--no-overlap"), ("zero3", "--prefetch 0")])
-def test_what_hides_messages_pays_on_a_link(lesson, flag, tmp_path):
-    """By the median, as bench.py has it; blocks sleep, so that a busy machine does not matter."""
-    command = f"bench/bench.py {lesson} --hosts 2 --rate 1gbit --rounds 3 --no-memory --peer none".split()
-    command = [sys.executable, *command, f"--also={flag}", "--json", f"{tmp_path}/out.json"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"SLEEP": "12"}, **PIPES)
-    assert done.returncode == 0, done.stderr
-    table = json.loads((tmp_path / "out.json").read_text())["lessons"][lesson]
-    assert table[f"{lesson}.py {flag}"]["ratio"] < 0.95, done.stdout
-
-
-ODD = """import os, sys, time, torch, torch.distributed as dist
-def train(rank, loss):
-    rank == 1 and time.sleep(200) or dist.all_reduce(loss)
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=3)
-train(rank, torch.zeros(()))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux, and root for py-spy")
-def test_where_names_the_rank_that_is_not_with_the_others(tmp_path):
-    (tmp_path / "odd.py").write_text(ODD)
-    command = [sys.executable, tmp_path / "odd.py", tmp_path / "store"]
-    late, seen = r"rank 1 .* computes, odd.py:(\d+)(?s:.*)\1; not there: rank 1\n", ""
-    deadline = time.monotonic() + 150  # rank 1 is there in 200 s
-    with ExitStack() as stack:
-        ranks = []
-        for rank in "012":
-            environment = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3"}
-            environment["MASTER_PORT"] = str(os.getpid())  # a job of its own, whatever else runs here
-            ranks.append(stack.enter_context(subprocess.Popen(command, env=environment, **QUIET)))
-            stack.callback(ranks[-1].kill)
-        while not re.search(late, seen):
-            seen = subprocess.run([sys.executable, ROOT / "tools/where.py"], **PIPES).stdout
-            assert not any(rank.poll() for rank in ranks) and time.monotonic() < deadline, seen
 
 
 def tweaked(tweak, name, flags):

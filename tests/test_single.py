@@ -11,9 +11,25 @@ from unittest import mock
 
 import torch
 
-from test_all import NAMES, check_parity
-from tests.harness import FORK, ROOT, TINY, holds, load, mutants, on_ranks, said, train, world
-from tests.test_zero import check_norm
+from tests.checks import check_parity
+from tests.harness import (
+    FORK,
+    TINY,
+    Lesson,
+    holds,
+    lessons,
+    load,
+    mutants,
+    on_ranks,
+    path_of,
+    said,
+    train,
+    world,
+)
+from tests.test_zero1 import check_norm
+
+RUN = "python LESSON"
+LESSON = Lesson(worlds=(1,))
 
 
 def shares(single, flags, replicas):
@@ -131,7 +147,7 @@ def check_master_steps(name):
 
 
 def test_master_weights_are_the_same_lines_in_every_lesson():
-    sources = [path.read_text() for path in ROOT.glob("*.py")]
+    sources = [path_of(name).read_text() for name in lessons()]
     texts = re.findall(r"^class MasterWeights:.*?^\n\n", "\n".join(sources), re.S | re.M)
     assert len(texts) == 11 and len(set(texts)) == 1
 
@@ -144,7 +160,7 @@ def test_the_loss_starts_at_chance_and_falls():
 test_master_weights_step_in_fp32_in_groups_and_round = holds(("single", "ddp"), check_master_steps)
 test_batches_and_norms_are_right = holds("single", check_batches, check_norm)
 test_what_is_no_text_is_not_read = holds("single", check_data)
-test_torchruns_variables_are_all_there_or_none_is = holds(NAMES, check_variables)
+test_torchruns_variables_are_all_there_or_none_is = holds(list(lessons()), check_variables)
 MUTANTS = [
     ("single", "(config.seed, step)", "(config.seed, 0)", check_batches, "steps draw the same"),
     ("single", "(config.seed, step)", "(0, step)", check_batches, "another seed"),

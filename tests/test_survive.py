@@ -21,7 +21,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import FORK, ROOT, TEXT, apart, error_of, holds, load, mutants, on_ranks, said, train
+from tests.harness import (
+    FORK,
+    ROOT,
+    TEXT,
+    Lesson,
+    apart,
+    error_of,
+    holds,
+    load,
+    mutants,
+    on_ranks,
+    path_of,
+    said,
+    train,
+)
+
+NO_INT = "0 -1 1.5 x 1000000000000 99999999999999999999999"
+NOBODY = ("--kill 1", "--kill 2@3", "--kill 1@0", "--kill 1@21", "--join 0", "--join -3", "--join 21")
+LESSON = Lesson(
+    own={"--timeout": ("1 10", "0 nan x"), "--min-workers": ("1 2", NO_INT)},
+    bad=("--kill 1@3", "--join 4", *(f"{flags} --workers 2" for flags in NOBODY)),
+)
+
 
 SHAPE = f"--layers 2 --heads 2 --width 16 --context 8 --batch 60 --dtype fp64 --lr 0.01 --data {TEXT}"
 # Where a worker may die, besides the place of --kill: before this line, of which step.
@@ -51,8 +73,8 @@ def limit(seconds):
 
 def check_orders(name, deaths=1, cases=4):
     """All orders of events in some cases, and a sample in others."""
-    path = str((ROOT / name).with_suffix(".py"))
-    orders = load("tools/orders")
+    path = str(path_of(name.removesuffix(".py")))
+    orders = load("tests/orders")
     orders.try_every_order(path, deaths, orders.CASES[:cases])
     orders.try_walks(path, 400)
 
@@ -420,9 +442,9 @@ def test_workers_end_with_their_launcher():
 
 @pytest.mark.skipif(not FUZZ, reason="minutes, of ./run.sh fuzz")
 def test_two_deaths_and_two_delays_at_any_moment_leave_no_member_behind():
-    orders = load("tools/orders")
-    orders.try_every_order("survive.py", cases=orders.CASES + orders.LONG)
-    orders.try_walks("survive.py", 20_000)
+    orders = load("tests/orders")
+    orders.try_every_order("more/survive.py", cases=orders.CASES + orders.LONG)
+    orders.try_walks("more/survive.py", 20_000)
 
 
 CHECKS = [check_orders, check_name, check_out, check_timeouts, check_state, check_error, check_newcomer]

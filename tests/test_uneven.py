@@ -13,8 +13,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from test_all import check_ledger
-from tests.harness import apart, holds, load, mutants, on_ranks, train
+from tests.checks import check_ledger
+from tests.harness import Lesson, apart, holds, load, mutants, on_ranks, train
+
+PLAIN = "uneven"
+LESSON = Lesson(
+    variants=("--order balanced", "--pack", "--order balanced --pack"),
+    own={"--order": ("drawn balanced", "longest")},
+    bad=("--batch 7",),
+    races=("", "--order balanced --pack"),
+    gpu=("--order balanced", "--pack"),
+    waits={
+        "": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},
+    },
+)
+
 
 CONTEXT = 40
 FOLDER = tempfile.TemporaryDirectory()

@@ -15,3 +15,13 @@ def lessons():
 def path_of(name):
     """The file of a lesson, or of another name that is a path without its .py."""
     return ROOT / lessons().get(name, f"{name}.py")
+
+
+def special(name, constant, default=""):
+    """What tests/test_NAME.py sets a constant to, in one line, or the default.
+
+    RUN (torchrun LESSON): its command, N the number of ranks. PLAIN (single): what it equals on one rank.
+    BEFORE: a command that runs before. FILM: flags with which a step of it is filmed."""
+    tests = ROOT / "tests" / f"test_{name}.py"
+    line = tests.exists() and re.search(rf'^{constant} = "(.*)"$', tests.read_text(), re.M)
+    return line[1] if line else default

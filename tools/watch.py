@@ -1,17 +1,13 @@
 """Follows every storage until it is freed, through every operator of every thread of a process, and counts
-what collectives are given, and what operators read and write. What tools/ledger.py counts as held, sent and
-touched stands in its docstring.
+what collectives are given. What tools/ledger.py counts as held and sent stands in its docstring.
 """
 
 import gc
-import re
-import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -30,10 +26,6 @@ LINKS = {"host_0": "down", "upload_0": "up"}  # threads of offload.py; what they
 ATTENTION = {"aten::_scaled_dot_product_flash_attention_for_cpu": 4}
 ATTENTION |= {"aten::_scaled_dot_product_flash_attention_for_cpu_backward": 8}
 COPIES = ("aten::add_", "aten::copy_", "aten::_to_copy", "aten::clone")
-# Of operators that touch() asks about, by their names.
-UNTOUCHED = re.compile("^(c10d|_c10d_functional|prim|profiler)::|empty|::resize_|::set_|_unsafe_view")
-OVERWRITES = re.compile("aten::(_foreach_)?(zero_|copy_|fill_)$|aten::normal_|aten::uniform_")
-CACHED = 2**23  # bytes of a copy within an operator that a core's cache holds
 
 
 def tensors_in(tree):
@@ -60,55 +52,6 @@ def flops_of(function, args, kwargs, result):
     packet = function.overloadpacket
     count = flop_registry.get(torch.ops.aten.addmm if packet == torch.ops.aten.addmm_ else packet)
     return count(*args, **kwargs, out_val=result) if count else 0
-
-
-def touched_by(function, args, kwargs, made):
-    """Bytes that an operator reads and writes, as if each tensor went to memory once.
-
-    A schema says which arguments are written. What is overwritten is not read. Views, fresh memory,
-    collectives and single numbers count nothing. On a CPU an operator begins with a copy of what has a
-    narrower dtype than its result: it counts, too, if it is larger than CACHED."""
-    name = function.name().split(".")[0]
-    if function.is_view or UNTOUCHED.search(name):
-        return 0
-    values = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
-    read = []
-    written = []
-    for argument in function._schema.arguments:
-        is_written = argument.alias_info and argument.alias_info.is_write
-        tensors = local_tensors(values.get(argument.name))
-        if is_written:
-            written += tensors
-        if not is_written or not (argument.name == "out" or OVERWRITES.match(name)):
-            read += tensors
-    if name == "aten::copy_" and place_of(read[0]) == place_of(written[0]):
-        return 0  # it leaves alone what is there already
-    known = {tensor.untyped_storage() for tensor in read + written}
-    written += [tensor for tensor in local_tensors(made) if tensor.untyped_storage() not in known]
-    touched = sum(tensor.nbytes for tensor in read + written if tensor.numel() > 1)
-    width = max((tensor.itemsize for tensor in written if tensor.is_floating_point()), default=0)
-    for tensor in read if name not in COPIES[1:] else ():
-        narrow = tensor.is_floating_point() and tensor.itemsize < width and tensor.device.type == "cpu"
-        if narrow and tensor.numel() * width > CACHED:
-            touched += 2 * tensor.numel() * width
-    return touched
-
-
-def local_tensors(tree):
-    """Those in a tree; of a DTensor this rank's part."""
-    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors_in(tree)]
-
-
-def place_of(tensor):
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), tensor.dtype
-
-
-def lines_of_others(path):
-    """The lines of a lesson that are not its technique's: the toy model, and where a backward begins."""
-    text = Path(path).read_text().split("\n")
-    toy = [i for i, line in enumerate(text, 1) if line.startswith("# ====")] or [0, 0]
-    backward = [i for i, line in enumerate(text, 1) if ".backward(" in line]
-    return {*range(toy[0], toy[-1]), *backward}
 
 
 def noted(function, note):
@@ -146,9 +89,6 @@ class Watch(TorchDispatchMode):
         self.unknown = Counter()  # what this cannot count
         self.elements = Counter()  # of parameters, by dtype
         self.flops = 0  # of matrix products and attention, of the main thread
-        self.path = None  # of the lesson whose technique's operators are counted, by line
-        self.others = set()  # lines of it that are not the technique's
-        self.touched = Counter()  # {line: bytes}
         self.patches = ExitStack()
         self.thread_run = threading.Thread.run
 
@@ -260,23 +200,7 @@ class Watch(TorchDispatchMode):
                 self.see(function, tensors_in((args, kwargs)), tensors_in(result), args)
                 if self.on and not getattr(self.here, "name", None):
                     self.flops += flops_of(function, args, kwargs or {}, result)
-                if self.on and (line := self.technique_line()):
-                    touched = touched_by(function, args, kwargs or {}, result)
-                    self.touched.update({line: touched} if touched else {})
         return result
-
-    def technique_line(self):
-        """The innermost line of the lesson, if it is the technique's, and no optimizer is in its step()."""
-        frame = sys._getframe(2)
-        line = 0
-        while frame and self.path:
-            code = frame.f_code
-            if code.co_name == "wrapper" and code.co_filename.endswith("optim/optimizer.py"):
-                return 0
-            if code.co_filename == self.path:
-                line = line or frame.f_lineno
-            frame = frame.f_back
-        return 0 if line in self.others else line
 
     def see(self, function, given, made, args):
         here = getattr(self.here, "name", None)

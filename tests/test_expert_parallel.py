@@ -8,8 +8,34 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from test_all import check_parity
-from tests.harness import TINY, apart, holds, load, mutants, on_ranks, said, train, world
+from tests.checks import check_parity
+from tests.gpu import check_order
+from tests.harness import TINY, Lesson, apart, holds, load, mutants, on_ranks, said, train, world
+
+RUN = "torchrun LESSON --dtype fp64"
+PLAIN = "expert_parallel --dtype fp64 --ep 1"
+FILM = "--layers 2"
+LESSON = Lesson(
+    flags="--experts 12 --bias-rate 0.005",
+    own={
+        "--experts": ("4 8", "0 -1 x"),
+        "--top-k": ("1 2", "0 -1 99"),
+        "--ep": ("1 2", "0 -1 5"),
+        "--capacity-factor": ("1.25 inf", "nan -1"),
+        "--balance": ("0 0.1", "nan -1 x"),
+        "--bias-rate": ("0 0.005", "nan -1 x"),
+    },
+    bad=("--ep 3", "--top-k 9"),
+    uncounted=("all-to-all",),  # it depends on the tokens, which check_rows_sent() counts
+    gpu=("--experts 24 --ep 1", "--experts 24 --capacity-factor 1 --top-k 1 --bias-rate 0.005"),
+    waits={"": {("copy", "all_gather_counts()"): "k"}},
+    orders=[
+        *((size, "--experts 24") for size in (2, 3, 8)),
+        (4, "--experts 24 --ep 1"),
+        (4, "--experts 24 --capacity-factor 1 --top-k 1 --bias-rate 0.005"),
+    ],
+)
+
 
 EXPERTS = 12
 CAPPED = "--capacity-factor 0.9 --experts 16 --top-k 1"
@@ -172,3 +198,13 @@ MUTANTS = [
     ("pieces[own] = output.split", "pieces[own] = output.flip(0).split", check_layer, "outputs differ"),
 ]
 test_a_mutant_is_rejected = mutants(MUTANTS, "expert_parallel")
+GPU_MUTANTS = [
+    (
+        "expert_parallel",
+        "rows, received, sent,",
+        "rows, received[::-1], sent,",
+        check_order,
+        "ranks do not meet",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

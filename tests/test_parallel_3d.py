@@ -8,9 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from test_all import check_ledger, check_parity
-from tests.harness import TINY, error_of, holds, load, mutants, on_ranks, train, world
+from tests.checks import check_ledger, check_parity
+from tests.gpu import check_gpu, check_order
+from tests.harness import TINY, Lesson, error_of, holds, load, mutants, on_ranks, world
 from tools.watch import noted
+
+FILM = "--layers 2 --tp 2 --pp 2 --accum 2"
+LESSON = Lesson(
+    flags="--vocab 257",
+    own={"--tp": ("1 2", "0 -1 5 x"), "--pp": ("1 2", "0 -1 5 x"), "--zero": ("0 1", "-1 2")},
+    bad=("--tp 3", "--heads 9", "--layers 1"),
+    races=("",),
+    gpu=("--zero 1", "--tp 1 --pp 2", "--tp 1 --pp 1"),
+    orders=[
+        *((size, "--layers 8") for size in (2, 3, 8)),
+        *((4, f"--layers 8 --tp {tp} --pp {pp} --zero 1") for tp, pp in ((2, 1), (1, 2), (1, 4))),
+        *((8, f"--layers 8 --tp {tp} --pp {pp} --zero 1") for tp, pp in ((2, 4), (2, 2))),
+    ],
+)
+
 
 # ranks, tp, pp, zero; test_all.py has smaller worlds
 MESHES = ["4 1 4 0", "4 4 1 0", "4 1 1 0", "8 2 2 0", "8 4 2 0", "8 2 4 0", "4 2 2 1", "4 1 1 1", "8 2 2 1"]
@@ -28,26 +44,6 @@ def test_every_mesh_trains_as_single_py_and_its_bytes_are_the_formulas(mesh):
     check_mesh("parallel_3d", size, tp, pp, zero)
     if size > tp * pp or not zero:  # shards are of several replicas
         check_ledger("parallel_3d", size, f"--layers 5 --tp {tp} --pp {pp} --zero {zero} --accum 3")
-
-
-@pytest.mark.parametrize("tp, pp", [(2, 2), (1, 4), (4, 2)])
-def test_what_plan_py_weighs_is_what_is_held_and_sent(tp, pp):
-    plan, flags = load("plan"), f"--layers 4 --heads 8 --width 48 --batch 16 --accum 2 --tp {tp} --pp {pp}"
-    result, weights = train("parallel_3d", 8, f"{TINY} {flags} --vocab 257", watched=True)
-    dp, stage = 8 // tp // pp, plan.Shape((3 + pp) // pp, 8, 48, 16, 257)  # the largest
-    params = [plan.parameters((4 + i) // pp, 48, 257, 16, tp, i == 0, i == pp - 1) for i in range(pp)]
-    letters = load("tools/formulas").plain_letters(max(params), dp, "fp32", 2)
-    held = plan.bytes_of("ddp", letters)
-    sent = {key: row["wire"] for key, row in result["sent"].items()}
-    for key in ("parameters", "optimizer"):
-        assert result["held"][key]["measured"] == pytest.approx(held[key], abs=200), f"other {key}"
-    batch = 16 // dp // 2
-    of_head = 2 * 2 * batch * 16 * (4 * 48 + 12) * (tp - 1) / tp  # and its loss, which plan.py leaves out
-    assert sent.get("tensor", 0) == plan.tensor_wire(stage, batch, "none", tp, False, 4, 2) + of_head
-    assert sent["tie"] == 4 * 48 * -(-257 // tp)
-    assert sent["pipeline"] == 2 * 4 * batch * 16 * 48 * min(2, pp - 1)
-    assert sent.get("data", 0) == held["all-reduce"]
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in weights.values()), "more is saved"
 
 
 @on_ranks(3)
@@ -156,3 +152,14 @@ MUTANTS = [
     ("n * (mesh.pp_rank + 1) //", "start + n //", partial(check_mesh, pp=4), "differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "parallel_3d")
+GPU_MUTANTS = [
+    ("parallel_3d", "        self.work.wait()\n", "", check_gpu, "uses what a collective still"),
+    (
+        "parallel_3d",
+        "ranks, axis, -1)",
+        "ranks, axis, -1)[:: -1 if dist.get_rank() else 1]",
+        check_order,
+        "ranks do not meet",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

@@ -11,9 +11,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from test_all import EXACT, check_ledger, check_parity
-from tests.harness import ROOT, TINY, apart, error_of, holds, load, mutants, on_ranks, train
+from tests.checks import EXACT, check_ledger, check_parity
+from tests.gpu import in_order, together
+from tests.harness import ROOT, TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks, train
 from tests.streams import Streams
+
+FILM = "--layers 2"
+LESSON = Lesson(
+    flags="--context 24",
+    own={"--kind": ("gather ring ulysses", "all")},
+    bad=("--context 15", "--heads 9 --kind ulysses"),
+    races=("",),
+    gpu=("--kind ring", "--kind ulysses", "--documents"),
+    waits={"--documents": {("copy", "__init__()"): "k"}},
+)
+
 
 KINDS = ("gather", "ring", "ulysses")
 LONG = "--context 48 --heads 8 --width 24"  # for 8 ranks too
@@ -410,3 +422,14 @@ MUTANTS = [
     ("            work.wait()\n", "            pass\n", check_gpu, "what a collective still writes"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "context_parallel")
+check_ring = partial(together, in_order, rows=[(4, "--kind ring")])
+GPU_MUTANTS = [
+    (
+        "context_parallel",
+        "after = (layout.rank + 1)",
+        "after = (layout.rank + 1 - 2 * (layout.rank == 0))",
+        check_ring,
+        "ranks wait for one another",
+    ),
+]
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

@@ -1,0 +1,164 @@
+"""What tests of several lessons check: functions of a lesson's name, or a mutant's path, that assert."""
+
+import gc
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from tests.harness import TINY, apart, crew, load, on_ranks, plain_of, run_of, said, spec, train, world
+
+EXACT = f"{TINY} --batch 36 --clip 0.5 --lr 0.01 --dtype fp64"
+
+
+def oracle(name, flags):
+    """The run with these flags that this lesson's is to equal: single.py's, or the one that PLAIN names."""
+    plain, own = plain_of(name)
+    return train(plain, 1, f"{own} {flags}".strip())
+
+
+def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
+    """Losses, gradient norms and weights are single.py's."""
+    flags = f"{EXACT} {flags}"
+    plain, weights = oracle(name, flags)
+    result, own = train(name, size, f"{flags} {own_flags}".strip(), watched)
+    assert apart(result["losses"], plain["losses"]) < 1e-10, "losses differ"
+    if spec(name).norms:
+        assert apart(result["grad_norms"], plain["grad_norms"]) < 1e-10, "gradient norms differ"
+    assert apart(own, weights) < 1e-9, "weights differ"
+
+
+def check_masters(name, size=2):
+    """In bf16, steps too small for a bf16 weight add up in an fp32 copy of it."""
+    flags = f"{TINY} --steps 8 --lr 2e-5 --clip inf --optim adamw --batch 24 --accum 2"
+    _, start = oracle(name, f"{flags} --steps 1 --lr 0")
+    _, plain = oracle(name, flags)
+    _, weights = train(name, size, f"{flags} --dtype bf16")
+    keys = [key for key in plain if "qkv.weight" in key]
+    moved = sum(((weights[key].float() - start[key]) * (plain[key] - start[key])).sum() for key in keys)
+    expected = sum((plain[key] - start[key]).square().sum() for key in keys)
+    assert moved > 0.5 * expected, f"bf16 weights moved by {moved / expected:.2f} of fp32 weights' way"
+    assert all(weights[key].dtype != start[key].dtype for key in keys), "not bf16"
+
+
+def optimizers_made(name, flags):
+    """On a rank: the options of every optimizer that a lesson makes."""
+    lesson, made = load(name), []
+    adamw = torch.optim.AdamW
+    lesson.OPTIMIZERS = {"adamw": lambda params, **more: made.append(more) or adamw(params, **more)}
+    lesson.train(lesson.parse(flags.split()))
+    return made
+
+
+FREED = 60_000  # bytes; the weights take 180,000, and gloo may hold what it sent last
+
+
+def held_after(name, flags, patience):
+    """On a rank: the bytes of all tensors that are left of a lesson that has ended."""
+    lesson = load(name)
+    lesson.train(lesson.parse(flags.split()))
+    del lesson
+    ends = time.monotonic() + patience  # threads of the lesson or of gloo may still be about to let go
+    while True:
+        gc.collect()
+        left = sum(thing.nbytes for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+        if left < FREED or time.monotonic() > ends:
+            return left
+        time.sleep(0.05)
+
+
+def check_freed(name, size=2, patience=1):
+    size, flags = crew(name, size, f"{TINY} --dtype bf16")
+    left = max(world(size).run(held_after, name, flags, patience))
+    assert left < FREED, f"{left} bytes are left"
+
+
+@on_ranks(2)
+def check_peers(run):
+    """Weights are those of PyTorch's own modules, which bench/bench.py races (DeepSpeed has no fp64)."""
+    name, *own = run.split()
+    flags = f"{TINY} --dtype fp64 --accum 3 --clip 0.5 --lr 0.01".split()
+    bench = SimpleNamespace(also=[], beside=[], peer="", slowed=[])
+    race = load("bench/bench").Race(name, bench, [*flags, *own])
+    titles = [*race.ours, *(title for title in race.peers if "DeepSpeed" not in title)]
+    assert len(titles) > 2, "no peer but the lesson on a part of the batch"
+    tokens = sum(inputs.numel() for inputs, *_ in race.part)
+    half = race.config.batch * race.config.context // 2
+    assert tokens == half or race.part is race.batches, "compute alone has other tokens"
+    with TemporaryDirectory() as folder:
+        assert race.compare(titles, folder) < 1e-12, f"not the weights of {titles}"
+
+
+def slack(name, weights, size, flags):
+    """{what is held: (elements that may be missing, elements that may be too many)}, and of all else.
+
+    Padding; optimizers count steps; a parameter's gradient is on its way from autograd; the two numbers that
+    a norm keeps of a token have the width of bf16 on a CPU; and gloo may still hold what it sent last."""
+    padding = 8 * len(weights) * size
+    largest = max(tensor.numel() for tensor in weights.values())
+    block = sum(tensor.numel() for key, tensor in weights.items() if key.startswith("blocks.0."))
+    root = sum(tensor.numel() for key, tensor in weights.items() if not key.startswith("blocks."))
+    own = spec(name).slack
+    flying, added = own(root, block, size, flags) if own else (0, 0)
+    of_norms = 36 * 16 * sum("norm" in key for key in weights)
+    slack_of = {"gradients": (flying + padding, largest + added + padding)}
+    slack_of["activations"] = of_norms, padding + of_norms
+    return slack_of, (padding, padding)
+
+
+def check_ledger(name, size=4, flags="--accum 3", job=f"{TINY} --steps 2 --batch 36"):
+    """Bytes held and sent are the formulas of the docstring."""
+    result, weights = train(name, size, f"{job} {flags}", watched=True)
+    slack_of, otherwise = slack(name, weights, size, flags)
+    width = 8 if result["dtype"] == "fp64" else 4
+    for part, row in result["held"].items():
+        more = row["measured"] - row["formula"]
+        least, most = slack_of.get(part, otherwise)
+        assert -width * least <= more <= width * most, f"{part}: {more:+.0f} bytes from the formula"
+    assert "foreign read" not in result["sent"], "a storage of another thread is read"
+    for part, row in result["sent"].items():
+        if part in spec(name).uncounted:
+            continue
+        more = row["wire"] - row["formula"]
+        most = 0 if run_of(name)[0] else 3 * width * otherwise[0]  # threads pad nothing
+        assert abs(more) <= most, f"{part}: sent {more:+.0f} bytes from the formula"
+
+
+def end_of(name, flags):
+    """On a rank: (exit code, lines on stderr, losses and norms). All ranks but the one that speaks wait."""
+    lesson, steps = load(name), []
+    lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))
+    with mock.patch("time.sleep") as sleep:
+        _, lines, code = said(lambda: lesson.train(lesson.parse(flags.split())))
+    assert mock.call(5) in sleep.mock_calls or code != 2 or os.environ["RANK"] == "0"
+    return code, lines, steps
+
+
+def refused(name, flags):
+    return end_of(name, flags)[:2]
+
+
+def check_refusal(name, flags, size=2, others_end=(2, [])):
+    """Every rank, or rank 0 alone, ends with code 2; rank 0 prints one line that names the flag."""
+    ranks, all_flags = crew(name, size, f"{TINY} {flags}")
+    (code, lines), *others = world(ranks).run(refused, name, all_flags)
+    assert all(answer == others_end for answer in others), f"other ranks: {others}"
+    assert code == 2 and len(lines) == 1, f"exit code {code} and {len(lines)} lines"
+    assert lines[0].startswith(f"{Path(name).stem}.py: "), "does not say who speaks"
+    assert flags.split()[0] in lines[0], f"does not name the flag: {lines[0]}"
+
+
+def steps_of(name, size, flags):
+    """Losses and norms of a run, or [] if it was refused."""
+    ranks, flags = crew(name, size, flags)
+    (code, lines, steps), *others = world(ranks).run(end_of, name, flags)
+    if code:
+        assert (code, len(lines), steps) == (2, 1, []) and lines[0].startswith(f"{name}.py: "), lines
+        assert all(answer == (2, [], []) for answer in others), others
+    else:
+        assert steps and not [line for line in lines if "raise --every" not in line], lines  # a slow disk
+    return steps
