@@ -246,11 +246,15 @@ def holds(names, *checks):
     return test
 
 
+EDITS = []  # (name, old) of all mutants, for ./run.sh lint
+
+
 def mutants(rows, names=None):
     """A test that a check fails, with a message that has this reason, when a lesson's `old` is `new`.
     rows: (lessons, old, new, check, reason), without lessons if all rows are of these names."""
     rows = [(names, *row) for row in rows] if names else rows
     each_alone = [(name, *row[1:]) for row in rows for name in row[0].split()]
+    EDITS.extend((name, old) for name, old, *_ in each_alone)
 
     @pytest.mark.parametrize("name, old, new, check, reason", each_alone)
     def test(name, old, new, check, reason, tmp_path):

@@ -39,9 +39,9 @@ LESSON = Lesson(
 
 
 FLAGS = f"{EXACT} --batch 72 --accum 3 --steps 10 --lr 0.002"
-PLAIN = "--inner-steps 4 --outer-lr 0.7 --outer-momentum 0.9"
+LOCAL = "--inner-steps 4 --outer-lr 0.7 --outer-momentum 0.9"
 AVERAGE = "--outer-lr 1 --outer-momentum 0"
-STREAMING = f"{PLAIN} --fragments 2 --delay 1"
+STREAMING = f"{LOCAL} --fragments 2 --delay 1"
 
 
 def plain(size, flags):
@@ -95,11 +95,11 @@ def check(name, own=STREAMING, size=2):
     assert apart(ours, weights) < 1e-12, "weights differ"
 
 
-OWN = [*product([1, 2, 3, 4], [PLAIN, STREAMING, f"{PLAIN} {AVERAGE}"]), (8, STREAMING)]
+OWN = [*product([1, 2, 3, 4], [LOCAL, STREAMING, f"{LOCAL} {AVERAGE}"]), (8, STREAMING)]
 
 
 @pytest.mark.long_table
-@pytest.mark.parametrize("size, own", [*OWN, (2, f"{PLAIN} --inner-steps 1")])
+@pytest.mark.parametrize("size, own", [*OWN, (2, f"{LOCAL} --inner-steps 1")])
 def test_ranks_are_replicas_trained_one_after_the_other(size, own):
     check("diloco", own, size)
 
@@ -161,8 +161,8 @@ def check_timeline(name):
     assert set(numbers) == {2, params // 2}, f"other messages: {numbers}"
 
 
-check_bf16 = partial(check_ledger, flags=f"--dtype bf16 {PLAIN} --fragments 2 --steps 9")
-check_plain, check_turns = (partial(check, own=own) for own in (PLAIN, f"{PLAIN} {AVERAGE} --fragments 2"))
+check_bf16 = partial(check_ledger, flags=f"--dtype bf16 {LOCAL} --fragments 2 --steps 9")
+check_plain, check_turns = (partial(check, own=own) for own in (LOCAL, f"{LOCAL} {AVERAGE} --fragments 2"))
 test_each_promise_is_kept = holds("diloco", check_same, check_timeline, check_bf16)
 MUTANTS = [
     ("self.outer[i] - self.inner[i]", "self.inner[i] - self.outer[i]", check_plain, "losses differ"),

@@ -1,10 +1,10 @@
-"""The form of the house: each file beside its budget. `./run.sh lint` runs it; ends with 1 if one is over.
+"""The form of the house: lines beside what they may be. `./run.sh lint` runs it; ends with 1 if one is red.
 
-A budget counts Python's tokens, without comments and docstrings, and without a lesson's toy block: neither
-packed lines nor missing explanations buy anything. Lessons also keep what FORM lists, each with its reason.
-"""
+Red: a lesson in its new form (it has FLAGS) above 400 lines, a line above 110 columns, a lesson that lacks one of
+its places, a mutant or slip that quotes a comment, a docstring or a blank line. The other numbers are goals."""
 
 import ast
+import importlib
 import io
 import re
 import subprocess
@@ -12,136 +12,112 @@ import sys
 import tokenize
 from pathlib import Path
 
-LESSONS = {  # tokens of the technique
-    "single.py": 620,
-    "collectives.py": 1440,
-    "dp_threads.py": 1500,
-    "dp_async.py": 1490,
-    "ddp.py": 1360,
-    "uneven.py": 2235,  # all of ddp.py, and four ideas
-    "zero1.py": 1738,  # two reduce-scatters in flight, and no pass over memory that can be spared
-    "zero2.py": 1750,
-    "zero3.py": 2280,
-    "hsdp.py": 2610,
-    "muon.py": 1700,
-    "diloco.py": 1210,
-    "offload.py": 2060,
-    "tensor_parallel.py": 1890,
-    "sequence_parallel.py": 2110,
-    "context_parallel.py": 2535,  # three ways, and documents in each; gradients in one message
-    "expert_parallel.py": 2010,
-    "expert_zero.py": 2900,  # zero3.py and expert_parallel.py in one
-    "pipeline.py": 2510,  # four schedules, and a guard for each way to hang
-    "zero_bubble.py": 2480,
-    "pipeline_v.py": 2560,
-    "parallel_3d.py": 2770,  # three techniques
-    "checkpointing.py": 1555,
-    "zero_r.py": 1640,
-    "fusion.py": 1770,
-    "reshard.py": 2547,  # a trainer, a server, and what goes between them
-    "resume.py": 1863,  # the norm of all gradients, one tensor, in pieces
-    "survive.py": 2210,  # what may go wrong while something else does: slow steps and newcomers
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from lessons import ROOT, lessons, path_of
+
+LESSON_LINES, ALL_LINES, COLUMNS = 400, 22_000, 110
+FOLDERS = {  # lines that people keep: what DESIGN.md of the fifth edition asks for at its end
+    "lessons": ("more/*.py", 9_600),
+    "tests": ("tests/*.py test_all.py", 5_000),
+    "tools": ("tools/*.py", 1_500),
+    "bench": ("bench/*", 1_400),
+    "site": ("site/*", 1_400),
+    "learn.py": ("learn.py", 500),
+    "docs": ("docs/*.md", 1_800),
 }
-LESSON_LINES = 520  # read in ten minutes, a third of it the toy model
-# Whoever adds a feature to these takes one away, or makes the case for it here.
-OTHERS = {
-    "learn.py": 3545,
-    "tools/promises.py": 3150,  # counts what hides by kind, and lets go of what only a Work holds
-    "plan.py": 4085,  # the loss, passes over gradients, what is held at once
-    "tools/formulas.py": 1300,
-    "test_all.py": 5500,
-    "tools/ledger.py": 2955,  # bytes touched; load() looks at a folder once, not for each of 1950 modules
-    "tools/diverge.py": 4025,
-    "bench/bench.py": 4275,  # each table once more, slowed, with the fastest peers; a wrong --peer is refused
-    "bench/peers.py": 3600,
-    "bench/pages.py": 1850,
-    "site/figures.py": 2400,
-}
-README_LINES = 152  # two of them comments; more goes to docs/use.md, docs/formulas.md or docs/cluster.md
-FORM = {
-    "tokens per line": (10.5, "a line says one thing: nanoGPT has 7 to 11"),
-    "a, b = x, y in 100 lines": (4, "only pairs that belong together stand in one line"),
-    "comprehensions in 100 lines": (7, "what needs a second reading is a loop"),
-    "first definition at line": (75, "the technique stands on the first screen after the docstring"),
-    "longest function": (32, "a function is seen at once"),
-}
-DIFFS = {  # changed lines between neighbours, whose difference is the technique and almost nothing else
-    "ddp uneven": 208,  # ddp.py divides in the pass that moves a gradient, uneven.py nowhere
-    "ddp zero1": 341,
-    "zero1 zero2": 82,
-    "zero2 zero3": 204,
-    "zero3 hsdp": 168,
-    "tensor_parallel sequence_parallel": 166,
-    "pipeline zero_bubble": 172,
-    "zero_bubble pipeline_v": 210,
-    "checkpointing zero_r": 155,
-}
-TOY = re.compile(r"^# ==== toy model.*?^# ==== end of the toy model ====$", re.S | re.M)
-NO_CODE = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")
+KEPT = re.compile(r"\.(py|sh|js|css|html|md|toml|yml|txt)$|^\.ci/run$")
 
 
-def tokens_of(source):
-    """The tokens of code, without docstrings."""
-    docstrings = set()
+def tracked(*patterns):
+    """The files that git knows, and those that it does not know yet."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    names = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return [ROOT / name for name in sorted(set(names)) if KEPT.search(name) and (ROOT / name).exists()]
+
+
+def lines_of(path):
+    return path.read_text().count("\n")
+
+
+def missing_places():
+    """Yield which of its four places a lesson lacks: its file, README's row, tests/test_NAME.py, its exercise."""
+    known = lessons()
+    for name, path in known.items():
+        if not (ROOT / path).exists():
+            yield f"{path}: README's table has it, but there is no such file"
+        tests = ROOT / "tests" / f"test_{name}.py"
+        if not tests.exists() or "LESSON = Lesson(" not in tests.read_text():
+            yield f"{path}: tests/test_{name}.py: has no LESSON = Lesson(...), which says how it is tested"
+    for path in tracked("*.py", "more/*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        if "\ndef train(config" in path.read_text() and name.count("/") == name.startswith("more/"):
+            if name not in known.values():
+                yield f"{name}: README.md: its table has no row for it"
+    for path in tracked("tests/test_*.py"):
+        name = path.stem.removeprefix("test_")
+        if "LESSON = Lesson(" in path.read_text() and name not in known:
+            yield f"tests/{path.name}: README.md: its table has no row for {name}"
+    for name in re.findall(r"^## (\w+)$", (ROOT / "docs/exercises.md").read_text(), re.M):
+        if name not in known:
+            yield f"docs/exercises.md: {name}: README's table has no such lesson"
+
+
+def words_in(source):
+    """The places of all characters of comments and docstrings."""
+    begins = [0]
+    for line in source.splitlines(keepends=True):
+        begins.append(begins[-1] + len(line))
+    places = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            places.update(range(begins[token.start[0] - 1] + token.start[1], begins[token.end[0] - 1] + token.end[1]))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    inside = 0  # of f-strings: since Python 3.12 they are several tokens, here they are one
-    found = []
-    for token in tokens:
-        kind = tokenize.tok_name[token.type]
-        if not inside and kind not in NO_CODE and token.start[0] not in docstrings:
-            found.append(token)
-        inside += kind.endswith("STRING_START") - kind.endswith("STRING_END")
-    return found
+            first = node.body[0]
+            places.update(range(begins[first.lineno - 1], begins[first.end_lineno]))
+    return places
 
 
-def form_of(source):
-    """What FORM lists, in its order."""
-    tree = ast.parse(source)
-    tokens = tokens_of(source)
-    lines = len({token.start[0] for token in tokens})
-    nodes = list(ast.walk(tree))
-    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-    packed = [a for a in assigned if isinstance(a.targets[0], ast.Tuple) and isinstance(a.value, ast.Tuple)]
-    comprehensions = [
-        n for n in nodes if isinstance(n, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp))
-    ]
-    first = min(node.lineno for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)))
-    longest = max(node.end_lineno - node.lineno + 1 for node in nodes if isinstance(node, ast.FunctionDef))
-    per_100 = 100 / lines
-    return len(tokens) / lines, len(packed) * per_100, len(comprehensions) * per_100, first, longest
+def wordy_edits():
+    """Yield the mutants of the tests, and the slips of the exercises, that are no edits of code alone."""
+    sys.path.insert(0, str(ROOT))
+    for path in tracked("tests/test_*.py"):
+        importlib.import_module(f"tests.{path.stem}")
+    from tests import harness
+
+    learn = importlib.import_module("learn")
+    edits = [*harness.EDITS, *((lesson, old) for lesson, old, *_ in learn.slips().values())]
+    places = {}
+    for name, old in edits:
+        source = path_of(name).read_text()
+        where = places.setdefault(name, words_in(source))
+        begin = source.find(old)
+        quoted = any(begin + i in where for i, character in enumerate(old) if not character.isspace())
+        if quoted or "\n\n" in old:
+            yield f"{name}: an edit quotes a comment, a docstring or a blank line: {old!r}"
 
 
 def main():
-    over = []
-
-    def check(what, value, most, why=""):
-        if value > most:
-            over.append(f"over: {what}: {value:.4g}, at most {most}{why and f': {why}'}")
-
-    print(f"{'':<22}{'tokens':>13}   {' | '.join(FORM)}")
-    for name, most in (LESSONS | OTHERS).items():
-        source = TOY.sub("", Path(name).read_text())
-        tokens = len(tokens_of(source))
-        form = form_of(source) if name in LESSONS else ()
-        print(f"{name:<22}{tokens:>7} /{most:>4}   {' | '.join(f'{number:.4g}' for number in form)}".rstrip())
-        check(f"{name}: tokens", tokens, most)
-        for (what, (limit, why)), number in zip(FORM.items(), form):
-            check(f"{name}: {what}", number, limit, why)
-    for name in (*LESSONS, "README.md"):
-        most = LESSON_LINES if name in LESSONS else README_LINES
-        check(f"{name}: lines", Path(name).read_text().count("\n"), most)
-    for pair, most in DIFFS.items():
-        diff = subprocess.run(
-            ["diff", *(f"{name}.py" for name in pair.split())], stdout=subprocess.PIPE, text=True
-        )
-        check(f"diff {pair}: changed lines", len(re.findall("^[<>]", diff.stdout, re.M)), most)
-    lessons = {path.name for path in Path().glob("*.py") if TOY.search(path.read_text())}
-    over += [f"over: {name}: no budget; add its row here" for name in sorted(lessons - LESSONS.keys())]
-    print("\n".join(["", *over]) if over else "\nAll within their budgets.")
-    return bool(over)
+    red = list(missing_places())
+    print(f"{'lines':<24}{'are':>8}{'goal':>8}")
+    for name, path in lessons().items():
+        source = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        lines = source.count("\n")
+        print(f"  {name:<22}{lines:>8}{LESSON_LINES:>8}")
+        if lines > LESSON_LINES and "\nFLAGS = " in source:
+            red.append(f"{path}: {lines} lines, at most {LESSON_LINES}")
+    of_lessons = [ROOT / path for path in lessons().values()]
+    for name, (patterns, goal) in FOLDERS.items():
+        files = of_lessons if name == "lessons" else tracked(*patterns.split())
+        print(f"{name:<24}{sum(map(lines_of, filter(Path.exists, files))):>8,}{goal:>8,}")
+    print(f"{'all':<24}{sum(map(lines_of, tracked())):>8,}{ALL_LINES:>8,}")
+    for path in tracked():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if len(line) > COLUMNS and path.suffix in (".py", ".sh"):
+                red.append(f"{path.relative_to(ROOT)}:{number}: {len(line)} columns, at most {COLUMNS}")
+    red += wordy_edits()
+    print("\n".join(["", *red]) if red else "\nAll is well.")
+    return bool(red)
 
 
 if __name__ == "__main__":
