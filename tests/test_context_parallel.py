@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tests.checks import EXACT, check_ledger, check_parity
 from tests.gpu import in_order, together
-from tests.harness import ROOT, TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks, train
+from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks, path_of, train
 from tests.streams import Streams
 
 FILM = "--layers 2"
@@ -345,7 +345,7 @@ def check_gpu(name):
     ways = [*product(("fp32", "bf16"), KINDS[:2], ("--context 16",), ((1, 4),))]
     ways += [*product(("fp32", "bf16"), KINDS, ("--context 64 --documents",), ((1, 2),))]
     for dtype, kind, flags, (rank, size) in [*ways, ("bf16", "gather", "--context 16", (0, 1))]:
-        gpu = Kernels(ROOT / f"{name.removesuffix('.py')}.py", rank, size)
+        gpu = Kernels(path_of(name.removesuffix(".py")), rank, size)
         gpu.calls = Counter()
         gpu.run(f"{TINY} {flags} --steps 1 --layers 1 --width 96 --dtype {dtype} --kind {kind}")
         causal, others = (1, 2 * (size - 1))  # blocks: own chunks in one

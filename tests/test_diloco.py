@@ -38,7 +38,7 @@ LESSON = Lesson(
 )
 
 
-FLAGS = f"{EXACT} --batch 72 --accum 3 --steps 10 --lr 0.002"
+FLAGS = f"{EXACT} --optim adamw --batch 72 --accum 3 --steps 10 --lr 0.002"
 LOCAL = "--inner-steps 4 --outer-lr 0.7 --outer-momentum 0.9"
 AVERAGE = "--outer-lr 1 --outer-momentum 0"
 STREAMING = f"{LOCAL} --fragments 2 --delay 1"

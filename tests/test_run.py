@@ -44,7 +44,7 @@ exec(code)
 
 def copy_run_sh(folder):
     """A checkout with nothing but run.sh and what it runs itself."""
-    for path in ("run.sh", "README.md", "tools/compare.py"):
+    for path in ("run.sh", "README.md", "tools/compare.py", "tools/lessons.py"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from tests.harness import (
     FORK,
-    ROOT,
     TEXT,
     Lesson,
     apart,
@@ -126,7 +125,7 @@ def launched(name, flags, signals=(), code=0, edits=None, timeout=None):
 
 def edited(name, folder, edits):
     """The path of a copy of a lesson or mutant, named survive.py, that has these edits."""
-    source = (ROOT / name).with_suffix(".py").read_text()
+    source = path_of(name.removesuffix(".py")).read_text()
     for old, new in (edits or {}).items():
         assert source.count(old) == 1, f"{source.count(old)} times: {old}"
         source = source.replace(old, new.replace("FOLDER", repr(folder)))
@@ -401,7 +400,7 @@ def test_random_deaths_leave_single_pys_weights(seed):
 @contextmanager
 def begun(flags, seconds=60):
     """A job that takes steps: (its process, {worker: its process's number})."""
-    command = [sys.executable, str(ROOT / "survive.py"), *SHAPE.split(), *flags.split()]
+    command = [sys.executable, str(path_of("survive")), *SHAPE.split(), *flags.split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         with limit(seconds):
