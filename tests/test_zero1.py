@@ -416,6 +416,7 @@ MUTANTS = [
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)
 GPU_MUTANTS = [
+    ("zero1", "self.reduce_work.wait()", "pass", check_gpu, "uses what a collective still"),
     (
         "zero1",
         "self.own_param.copy_(self.shard.data)",
