@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# ./run.sh                 run every lesson on real text and compare each with single.py: a line each, more in runs/
+# ./run.sh                 run every lesson on real text and compare each with single.py; more in runs/
 # ./run.sh ddp ...         only these
 # ./run.sh setup           only make .venv with torch and numpy, if the Python on PATH lacks them
-# ./run.sh test [LESSON]   the tests, or those of a lesson, or of learn.py: learn (what else follows goes to pytest)
+# ./run.sh test [LESSON]   the tests, or those of a lesson, or of learn.py: learn (the rest goes to pytest)
 # ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; deaths and answers that the tests sample
 # ./run.sh lint            ruff, and each lesson and folder beside its number of lines
 # ./run.sh site            the lessons as pages, with films, in docs/site
-# ./run.sh gpu [...]       for whoever has GPUs: half an hour, docs/results/gpu.md (--rehearse: on a CPU, toy sizes)
+# ./run.sh gpu [...]       for whoever has GPUs: half an hour, runs/gpu.md (--rehearse: on a CPU, toy sizes)
 #
 # NPROC=2 ./run.sh         ranks (default: the GPUs, or 4 without any)
 # FLAGS="--size small --dtype bf16 --data my_text/" ./run.sh (flags of the lessons, separated by blanks)
@@ -22,7 +22,7 @@ refuse() { # in one line that says what to change
     echo "run.sh: $*" >&2
     exit 2
 }
-[ -f tools/compare.py ] || refuse "$PWD is no checkout of rankzero; call run.sh by its own path, not by a link"
+[ -f tools/compare.py ] || refuse "$PWD is no checkout of rankzero; call run.sh by its own path, no link"
 
 # README's table is the list of lessons, in reading order: ddp, more/hsdp, ...
 LESSONS=$(sed -n 's/^| \[`[^`]*`\](\([a-z0-9_/]*\)\.py).*/\1/p' README.md)
@@ -35,21 +35,23 @@ path_of() { # NAME, with or without .py
     refuse "no lesson '${1%.py}'; choose from:" ${LESSONS//more\//}
 }
 
-special() { # NAME CONSTANT: what tests/test_NAME.py sets it to, in one line; tools/lessons.py says what there is
+special() { # NAME CONSTANT: what tests/test_NAME.py sets it to, in one line (see tools/lessons.py)
     sed -n "s/^$2 = \"\(.*\)\"$/\1/p" "tests/test_$1.py" 2>/dev/null || true
 }
 
-# Set $python to a Python that has all packages of a requirements file: the one on PATH, or .venv, made if need be.
+# Set $python to a Python that has all packages of a requirements file: on PATH, or .venv, made if need be.
 set_up() {
     local requirements=$1 recent="import sys; sys.exit(sys.version_info < (3, 11))"
-    local probe="from importlib.metadata import version; [version(p) for p in '$2'.split()]" # installed to the end
+    local probe="from importlib.metadata import version; [version(p) for p in '$2'.split()]"
     for python in .venv/bin/python python3 python; do
         if command -v "$python" && "$python" -c "$recent" && "$python" -c "$probe"; then return; fi
     done >/dev/null 2>&1
     python=.venv/bin/python
     if ! "$python" -c "import pip; $recent" 2>/dev/null; then # it is missing, broken or of an older Python
-        python3 -c "$recent" 2>/dev/null || refuse "needs Python 3.11 or later, but python3 is: $(python3 -V 2>&1)"
-        python3 -c "import ensurepip, venv" 2>/dev/null || refuse "python3 has no venv: apt install python3-venv"
+        python3 -c "$recent" 2>/dev/null ||
+            refuse "needs Python 3.11 or later, but python3 is: $(python3 -V 2>&1)"
+        python3 -c "import ensurepip, venv" 2>/dev/null ||
+            refuse "python3 has no venv: apt install python3-venv"
         python3 -m venv --clear .venv
     fi
     say "Setting up .venv from $requirements (once) ..."
@@ -70,7 +72,8 @@ test)
     *) path_of "$1" >/dev/null && set -- --lesson "${1%.py}" "${@:2}" ;;
     esac
     set_up requirements-dev.txt "torch numpy pytest pytest-xdist jinja2 markdown pygments"
-    OMP_NUM_THREADS=1 exec "$python" -m pytest -n auto --maxprocesses=8 --dist worksteal "$@" # auto: as many as cores
+    export OMP_NUM_THREADS=1
+    exec "$python" -m pytest -n auto --maxprocesses=8 --dist worksteal "$@" # auto: as many as cores
     ;;
 fuzz)
     set_up requirements-dev.txt "torch numpy pytest"
@@ -105,7 +108,8 @@ esac
 [ $# -gt 0 ] || set -- ${LESSONS//more\//}
 for lesson; do path_of "$lesson" >/dev/null; done
 for flag in --json --save; do
-    [[ " ${FLAGS:-} " != *" $flag"[\ =]* ]] || refuse "FLAGS: $flag is run.sh's own: see runs/LESSON.json and .pt"
+    [[ " ${FLAGS:-} " != *" $flag"[\ =]* ]] ||
+        refuse "FLAGS: $flag is run.sh's own: see runs/LESSON.json and .pt"
 done
 set_up requirements.txt "torch numpy"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
@@ -126,18 +130,20 @@ flags="--batch $((4 * ranks)) --steps 10 ${FLAGS:-}" # the same text, batches an
 mkdir -p runs
 if ! (set -C && echo $$ >runs/pid) 2>/dev/null; then # one run at a time writes to runs/
     other=$(cat runs/pid)
-    ! kill -0 "$other" 2>/dev/null || refuse "process $other writes to runs/: wait for its end (or delete runs/pid)"
+    ! kill -0 "$other" 2>/dev/null ||
+        refuse "process $other writes to runs/: wait for its end (or delete runs/pid)"
     echo $$ >runs/pid
 fi
 trap 'rm -f runs/pid' EXIT
 for lesson in $LESSONS; do
-    for name in "${lesson#more/}"{,-alone,-split}; do rm -f "runs/$name.json" "runs/$name.pt" "runs/$name.log"; done
+    for name in "${lesson#more/}"{,-alone,-split}; do rm -f "runs/$name".{json,pt,log}; done
 done
 rm -rf runs/begun
 
 run() { # NAME COMMAND ...; what it prints goes to runs/NAME.log
     echo "${*:2}" >"runs/$1.log"
-    finish ${LIMIT:+timeout "$LIMIT"} "${@:2}" --json "runs/$1.json" --save "runs/$1.pt" >>"runs/$1.log" 2>&1 && return
+    set -- "$@" --json "runs/$1.json" --save "runs/$1.pt"
+    finish ${LIMIT:+$python bench/limit.py $LIMIT} "${@:2}" >>"runs/$1.log" 2>&1 && return
     echo "exit code $?" >>"runs/$1.log"
     rm -f "runs/$1.json" "runs/$1.pt" # a command that failed has no result
 }
@@ -152,7 +158,7 @@ run_plain() { # NAME COMMAND ...: what a lesson is compared with, and the same w
     run "$@"
     local batch
     batch=$(sed -n 's/.* | batch \([0-9]*\) = .*/\1/p' "runs/$1.log")
-    [[ "$*" == *fp64* ]] || run "${1%-alone}-split" "${@:2}" --accum "$batch" # in fp64 there is no rounding to see
+    [[ "$*" == *fp64* ]] || run "${1%-alone}-split" "${@:2}" --accum "$batch" # fp64 rounds too little
 }
 
 run_lesson() { # NAME, by what its tests say of it: docstring of tools/lessons.py
@@ -163,9 +169,10 @@ run_lesson() { # NAME, by what its tests say of it: docstring of tools/lessons.p
     command=$(special "$1" RUN)
     command=" ${command:-torchrun LESSON} "
     if [ -n "$plain" ]; then # not single.py's run
-        run_plain "$1-alone" $python tools/ledger.py "$(path_of "${plain%% *}")" ${plain#"${plain%% *}"} $flags
+        set -- "$1" "$(path_of "${plain%% *}")" ${plain#"${plain%% *}"}
+        run_plain "$1-alone" $python tools/ledger.py "${@:2}" $flags
     fi
-    if [ -n "$before" ]; then finish $python $path $flags ${before#*LESSON} >"runs/$1-before.log" 2>&1 || true; fi
+    [ -z "$before" ] || finish $python $path $flags ${before#*LESSON} >"runs/$1-before.log" 2>&1 || true
     command=${command/ python / $python }
     command=${command/ torchrun / $torchrun }
     command=${command/ N / $ranks }
@@ -183,5 +190,6 @@ run_all() { # and print the name of each as it ends
 }
 
 run_all "${@%.py}" | "$python" tools/compare.py runs - &
-trap 'trap "" HUP INT TERM; kill $(jobs -p) $! 2>/dev/null || true; wait; exit 143' HUP INT TERM # torchruns, too
+end='trap "" HUP INT TERM; kill $(jobs -p) $! 2>/dev/null || true; wait; exit 143' # torchruns, too
+trap "$end" HUP INT TERM
 wait $!

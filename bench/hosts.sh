@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Several "hosts" on one machine: network namespaces on a bridge, each link held to a rate. Linux and root only.
+# Several "hosts" on one machine: network namespaces on a bridge, links of a rate. Linux and root only.
 #
 #   bench/hosts.sh HOSTS RATE [--ranks-per-host K] -- ddp.py --size small ...
 #   bench/hosts.sh 2 1gbit -- ddp.py --size small
@@ -23,7 +23,7 @@ if [ "$(uname)" != Linux ] || [ "$(id -u)" != 0 ] || ! { command -v ip && comman
 fi
 
 name=rz$$ # of the bridge and the namespaces: 15 characters at most
-python=${PYTHON:-python3} # one that has torch
+python=${PYTHON:-$(ls .venv/bin/python 2>/dev/null || echo python3)} # one that has torch
 children=()
 
 clean_up() {
@@ -55,8 +55,8 @@ for ((host = 0; host < hosts; host++)); do
 done
 for ((host = 0; host < hosts; host++)); do
     ip netns exec "$name-$host" env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
-        "$python" -m torch.distributed.run --nnodes="$hosts" --node_rank="$host" --nproc_per_node="$per_host" \
-        --master_addr=10.77.0.1 --master_port=29500 "$@" &
+        "$python" -m torch.distributed.run --nnodes="$hosts" --node_rank="$host" \
+        --nproc_per_node="$per_host" --master_addr=10.77.0.1 --master_port=29500 "$@" &
     children+=($!)
 done
 status=0

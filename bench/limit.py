@@ -10,31 +10,22 @@ import sys
 GRACE = 40  # seconds: torchrun needs up to 30 to end its ranks
 
 
-def run_to_its_end(command, **options):
+def run_to_its_end(command, seconds=None, **options):
     """The exit code of a command, which ends before this process does, if that is told to end."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(143))
     process = subprocess.Popen(command, **options)
     try:
-        return process.wait()
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return 124
     finally:
         process.terminate()
-        process.wait()
-
-
-def main(seconds, *command):
-    process = subprocess.Popen(command)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # whoever is ended ends its command
-    try:
-        return process.wait(float(seconds))
-    except subprocess.TimeoutExpired:
-        process.terminate()
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    return 124
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(run_to_its_end(sys.argv[2:], float(sys.argv[1])))

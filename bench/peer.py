@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-ALONE = "compute alone"  # 1/N of the batch through the whole model, and no word to anybody
-
 
 def new_model(lesson, config, device, dtype=None):
     torch.manual_seed(config.seed)
@@ -33,7 +31,7 @@ class Peer:
             with nullcontext() if last else self.wrapped.no_sync():
                 loss = self.lesson.mean_loss(self.wrapped(inputs), targets)
                 (loss / len(batches)).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.model.zero_grad()
 
@@ -44,22 +42,27 @@ class Peer:
 
 
 def plain(wrap, lesson, config, device):
-    """The model as wrap() has it, and an optimizer that knows nothing of ranks, in bf16 with masters."""
+    """The model as wrap() returns it, and an optimizer of all weights; in bf16 with fp32 masters."""
     model = new_model(lesson, config, device)
-    optimizer_class = lesson.OPTIMIZERS[config.optim]
+    optimizer = lesson.OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
         masters = importlib.import_module("ddp").MasterWeights
-        optimizer = masters(optimizer_class, model.parameters(), lr=config.lr, fused=True)
+        optimizer = masters(optimizer, model.parameters(), lr=config.lr, fused=True)
     else:
-        optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+        optimizer = optimizer(model.parameters(), lr=config.lr, fused=True)
     return Peer(lesson, config, model, wrap(model), optimizer)
 
 
+def alone(lesson, config, device):
+    """The whole model, and no message to anybody."""
+    return plain(lambda model: model, lesson, config, device)
+
+
 class AllReduced(Peer):
-    """The library's all-reduce of all gradients, in one tensor, after backward."""
+    """One all-reduce of all gradients, in one tensor, after backward."""
 
     def __init__(self, lesson, config, device):
-        vars(self).update(vars(plain(lambda model: model, lesson, config, device)))
+        vars(self).update(vars(alone(lesson, config, device)))
 
     def loss(self, inputs, targets):
         return self.lesson.mean_loss(self.model(inputs), targets)
@@ -71,6 +74,18 @@ class AllReduced(Peer):
         flat_grad = nn.utils.parameters_to_vector(grads)
         dist.all_reduce(flat_grad)
         nn.utils.vector_to_parameters(flat_grad.div_(dist.get_world_size()), grads)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.model.zero_grad()
+
+
+def squared_norm(params):
+    norm = nn.utils.get_total_norm([param.grad for param in params])
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+
+
+def clip_and_step(optimizers, norm, max_norm):  # one for each kind and mesh, as a kernel takes one alone
+    for optimizer in optimizers:
+        nn.utils.clip_grads_with_norm_(optimizer.param_groups[0]["params"], max_norm, norm)
+        optimizer.step()
+        optimizer.zero_grad()

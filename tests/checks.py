@@ -82,10 +82,10 @@ def check_peers(run):
     """Weights are those of PyTorch's own modules, which bench/bench.py races (DeepSpeed has no fp64)."""
     name, *own = run.split()
     flags = f"{TINY} --dtype fp64 --accum 3 --clip 0.5 --lr 0.01".split()
-    bench = SimpleNamespace(also=[], beside=[], peer="", slowed=[])
+    bench = SimpleNamespace(also=[], peer="")
     race = load("bench/bench").Race(name, bench, [*flags, *own])
     titles = [*race.ours, *(title for title in race.peers if "DeepSpeed" not in title)]
-    assert len(titles) > 2, "no peer but the lesson on a part of the batch"
+    assert len(titles) > 1, "no peer"
     tokens = sum(inputs.numel() for inputs, *_ in race.part)
     half = race.config.batch * race.config.context // 2
     assert tokens == half or race.part is race.batches, "compute alone has other tokens"

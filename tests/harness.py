@@ -30,7 +30,7 @@ TINY = f"--layers 3 --heads 12 --width 36 --context 16 --steps 3 --batch 12 --da
 FORK = multiprocessing.get_context("forkserver")
 # The fork server lacks pytest's path.
 sys.path += [f"{ROOT}/{part}" for part in ("more", "tools", "bench", "site")]
-import promises  # noqa: E402, F401 which preloads less: the last who asks is heard, and all share one fork server
+import promises  # noqa: E402, F401 which preloads less: the last who asks for that is heard
 from lessons import lessons, path_of, special  # noqa: E402, F401
 
 MODULES = "promises numpy.ma torch._dynamo torch.distributed.nn tests.harness test_all"

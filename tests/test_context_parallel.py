@@ -379,7 +379,7 @@ CHECKS = [
 ]
 test_each_promise_is_kept = holds("context_parallel", *CHECKS, *GROUPS)
 SEND = "        receive = send_to_next(kv, layout)\n"
-USE = "        yield layout.rank - hops, kv  # below 0: counted from the last rank\n"
+USE = "        yield layout.rank - hops, kv"
 GATHER = "    all_gather(shards, kv[None], group=layout.group)\n"
 MUTANTS = [
     ("out.lerp_(block.to(out.dtype), block_share)", "out.add_(block)", check_attention, "output differs"),
@@ -404,7 +404,7 @@ MUTANTS = [
     (".tril().cpu()", ".cpu()", check_balance, "not half of all products"),
     ("[i, n_chunks - 1 - i]", "[2 * i, 2 * i + 1]", check_balance, "ranks have different work"),
     ("if self.sees[i][j] == 2:", "if False:", check_balance, "a mask that hides nothing"),
-    (SEND + USE, USE + SEND, check_overlap, "another order"),
+    (SEND + USE, f"{USE}\n{SEND.rstrip()}", check_overlap, "another order"),
     (GATHER, 2 * GATHER, check_messages, "other messages"),
     ("received.unbind(), join", "received.unbind()[::-1], join", check_ulysses, "output differs"),
     ("[[*np.ravel(layout.chunks)]]", "[[*range(2 * layout.world_size)]]",

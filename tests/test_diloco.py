@@ -29,7 +29,6 @@ LESSON = Lesson(
     },
     bad=("--fragments 2",),
     norms=False,  # they are the ranks' own
-    races=("",),
     gpu=("--inner-steps 4 --steps 8 --fragments 2 --delay 1",),
     waits={
         "": {("copy", "train()"): 1, ("item", "print_step()"): 0},
@@ -166,7 +165,8 @@ check_plain, check_turns = (partial(check, own=own) for own in (LOCAL, f"{LOCAL}
 test_each_promise_is_kept = holds("diloco", check_same, check_timeline, check_bf16)
 MUTANTS = [
     ("self.outer[i] - self.inner[i]", "self.inner[i] - self.outer[i]", check_plain, "losses differ"),
-    ("outer.grad /= dist.get_world_size()\n        # This", "pass\n        #", check_plain, "losses differ"),
+    ("outer = self.outer[self.fragment]\n        outer.grad /= dist.get_world_size()",
+     "outer = self.outer[self.fragment]", check_plain, "losses differ"),
     ("nesterov=outer_momentum > 0", "", check_plain, "losses differ"),
     ("        diloco.step()", "        diloco.step(); optimizer.state.clear()", check_plain, "losses differ"),
     ("% len(self.outer)", "% max(1, len(self.outer) - 1)", check, "losses differ"),

@@ -1,208 +1,204 @@
-"""The exercises of learn: each can be done, by doing it alone; what it tells of a bug is what runs show."""
+"""The exercises of learn: each can be done, no lazy answer passes, every slip shows; what learn.py says."""
 
+import ast
 import importlib
 import json
 import os
 import random
 import re
+import subprocess
+import sys
 import textwrap
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tests.bugs import BUGS
-from tests.harness import load, said
+from tests.harness import ROOT, load, said
 from tests.lazy import HONEST, LAZY
 
-load("learn")  # it puts tools/ on the path
+learn = load("learn")  # it puts tools/ on the path
 promises = importlib.import_module("promises")
-HANGS = ("dist.all_reduce(squares)", "dist.get_rank() or dist.all_reduce(squares)")
-ANSWER = """RANKS, FLAGS = {}
-def check(found, right):
-    {}
-"""
-FIRST = "assert round(found['{0}'][-1] - right['{0}'][-1], 6) == 0"
+lessons = importlib.import_module("lessons")
+EXERCISES, SLIPS = learn.read_table()
+committed, learn.committed = learn.committed, lessons.path_of  # tests are of the files as they are
 
 
-def broken(learn, path, lesson, text):
-    """The first promise that this text of a lesson breaks, and how."""
-    path.write_text(text)
-    return next(((promise, how) for promise, how in promises.promises(str(path), lesson) if how), ("", ""))
+@pytest.fixture
+def folder(tmp_path):
+    with mock.patch.multiple(learn, EXERCISES=tmp_path, PROGRESS=tmp_path / "progress.json"):
+        yield tmp_path
 
 
-def check_exercises(learn, folder):
-    path = learn.read_path()
-    if not os.environ.get("FUZZ"):  # survive.py's promises take a minute: all orders of messages
-        path = random.sample([row for row in path if not row[0].startswith("survive")], len(path) // 15)
-    for name, what, _, hint in path:
-        lesson, text, _ = learn.made(name)
-        promise, how = broken(learn, folder / f"{name}.py", lesson, text)
-        assert f"NotImplementedError: {hint}" in how, f"{name}, without {what}: {promise}: {how}"
-    lessons = {name.split("-")[0] for name, *_ in path}
-    with mock.patch.dict(promises.SIZES, dict.fromkeys(lessons - {"single"}, (2,))):
-        for lesson in lessons:
-            assert not any(how for _, how in promises.promises(f"{learn.ROOT}/{lesson}.py", lesson)), lesson
-
-
-def answered(learn, name, text):
-    """(lesson, its source with an answer in the places of what the exercise leaves out)."""
-    lesson, source = learn.lesson_of(name)
-    what = next(row[1] for row in learn.read_path() if row[0] == name)
-    missing = learn.missing_in(source, what)
-    parts = [textwrap.dedent(part).strip() for part in re.split("^ *---$", text, flags=re.M)]
+def answered(name, piece, text):
+    """A lesson's source with an answer, or with this text for a piece of the lesson's own."""
+    _, source, _, exercise = learn.made(name)
     lines = source.splitlines()
-    for (first, last, indentation), part in reversed(list(zip(missing, parts, strict=True))):
-        if part != "...":
-            lines[first:last] = textwrap.indent(part, " " * indentation).splitlines()
-    return lesson, "\n".join(lines) + "\n"
+    missing = learn.missing_in(source, exercise.missing)
+    own = ["\n".join(lines[first:last]) for first, last, _ in missing]
+    assert not piece or sum(part.count(piece) for part in own) == 1, f"{name}: {piece}"
+    parts = re.split(r"^ *---$\n", text, flags=re.M)
+    for i, (first, last, indentation) in reversed(list(enumerate(missing))):
+        part = textwrap.indent(textwrap.dedent(parts[min(i, len(parts) - 1)]).strip(), " " * indentation)
+        part = own[i].replace(piece, text) if piece else part
+        if part.strip() != "...":
+            lines[first:last] = part.splitlines()
+    assert piece or len(parts) == len(missing), name
+    return "\n".join(lines) + "\n"
 
 
-def drawn(rows):
-    """All in ./run.sh fuzz; half, without those that take a minute, in ./run.sh test learn; else two."""
-    kept = [row for row in rows if not row[0].startswith("survive") or os.environ.get("FUZZ")]
-    number = len(kept) if os.environ.get("FUZZ") else len(kept) // 2 if os.environ["MUTANTS"] == "all" else 2
-    return sorted(random.sample(kept, number), key=lambda row: row[0])  # a lesson's own runs are cached
+def drawn(rows, number):
+    """All in ./run.sh fuzz, else so many; without those that take a minute."""
+    rows = list(rows)
+    if os.environ.get("FUZZ"):
+        return rows
+    return random.sample([row for row in rows if "survive" not in str(row)], number)
 
 
-def check_table(learn, folder):
-    """Each exercise has a lazy answer and two honest ones; each answer fits its exercise."""
-    names = [name for name, *_ in learn.read_path()]
-    lazy, honest = ([row[0] for row in rows] for rows in (LAZY, HONEST))
-    assert {name for name in names if name not in lazy or honest.count(name) < 2} == set()
-    for name, *_, text in (*LAZY, *HONEST):
-        compile(answered(learn, name, text)[1], name, "exec")
+def first_broken(folder, name, text):
+    path = folder / f"{name}-{len(list(folder.iterdir()))}.py"
+    path.write_text(text)
+    return promises.symptom_of(str(path), name.partition("-")[0]).splitlines()[-1]
 
 
-def check_lazy(learn, folder):
-    for i, (name, reason, text) in enumerate(drawn(LAZY)):
-        lesson, source = answered(learn, name, text)
-        promise, how = broken(learn, folder / f"{name}-{i}.py", lesson, source)
-        assert reason in f"{promise}: {how}", f"{name}, for {reason!r}: {promise}: {how}"
+# ---- the table, and the answers ----
 
 
-def check_honest(learn, folder):
-    for i, (name, text) in enumerate(drawn(HONEST)):
-        lesson, source = answered(learn, name, text)
-        # Of several numbers of ranks one will do.
-        sizes = {lesson: (min(2, promises.SIZES.get(lesson, (2,))[-1]),)}
-        with mock.patch.dict(promises.SIZES, sizes):
-            promise, how = broken(learn, folder / f"{name}-{i}.py", lesson, source)
-        assert not how, f"{name}, an honest answer: {promise}: {how}"
+def test_the_table_is_complete_and_fits_the_lessons():
+    assert {name.partition("-")[0] for name in EXERCISES} == set(lessons.lessons())
+    assert list(SLIPS) == [f"{name}-bug{number}" for name in lessons.lessons() for number in (1, 2)]
+    for name in EXERCISES:
+        assert sum(row[0] == name for row in LAZY) == 2 and [row[0] for row in HONEST].count(name) == 1, name
+    for name, piece, text in [*(row[:3] for row in LAZY), *HONEST]:
+        compile(answered(name, piece, text), name, "exec")
+    for name in EXERCISES | SLIPS:
+        compile(learn.made(name)[2], name, "exec")
 
 
-def check_bugs(learn, folder):
-    """All fit, show, and are told by no mark in their text; of two, what is told is what runs show."""
-    known = learn.bugs()
-    assert len(known) == len(BUGS) >= 60, "a bug of which nothing shows, or two with one name"
-    for name, (lesson, text, *_) in known.items():
-        _, source = learn.lesson_of(lesson)
-        old = next(row[1] for key, row in learn.find_bugs().items() if key == name)
-        assert source.count(old) == 1, f"{name}: {lesson}.py has {source.count(old)} times: {old}"
-        marks = re.compile(r"^\s*pass\b|\bif (False|True|0):| or True|[^\S\n]+$|; |  #\w", re.M)
-        assert len(marks.findall(text)) <= len(marks.findall(source)), f"{name} is known by its look"
-    calm = [name for name in known if "hangs" not in known[name][2][-1] and known[name][0] != "survive"]
-    for name in random.sample(calm, 2):
-        lesson, text, symptom, *_ = known[name]
-        promise, how = broken(learn, folder / f"{name}.py", lesson, text)
-        assert promise in symptom[-1], (symptom, promise, how)  # numbers may be of memory never written
+def texts_of(tree):
+    lines = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    return [line.value for line in lines if isinstance(line, ast.Constant)]
 
 
-def check_cheats(learn, folder):
-    _, single = learn.lesson_of("single")
-    alone = single.replace("if world_size > 1:", "if False:")
-    promise, _ = broken(learn, folder / "cheat.py", "zero2", alone)
-    assert "bytes" in promise, promise
-    _, zero1 = learn.lesson_of("zero1")
-    with mock.patch.dict(promises.run.__wrapped__.__globals__, SECONDS=6):
-        _, how = broken(learn, folder / "hang.py", "zero1", zero1.replace(*HANGS))
-    assert how.startswith("it hangs: rank 0 waits in all_reduce(), line"), how
+def test_a_slip_is_an_edit_of_code():
+    for name, slip in SLIPS.items():
+        _, source, text, _ = learn.made(name)
+        assert source.count(slip.right) == 1, f"{name} fits {source.count(slip.right)} times"
+        right, wrong = ast.parse(source), ast.parse(text)
+        assert ast.dump(right) != ast.dump(wrong), f"{name} changes no code"
+        assert texts_of(right) == texts_of(wrong), f"{name} changes a docstring"
+        for line in (slip.right + "\n" + slip.wrong).strip("\n").split("\n"):
+            assert line.strip() and "  #" not in line and not line.strip().startswith("#"), f"{name}: {line}"
 
 
-def check_files(learn, folder):
-    key = next(iter(learn.bugs()))
-    name = f"bug-{key}"
+def test_no_answer_at_all_is_too_lazy(folder):
+    for name in drawn(EXERCISES, 1):
+        found = first_broken(folder, name, learn.made(name)[2])
+        assert f"NotImplementedError: {EXERCISES[name].task}" in found, f"{name}: {found}"
+
+
+def test_no_lazy_answer_passes(folder):
+    for name, piece, text, reason in drawn(LAZY, 3):
+        found = first_broken(folder, name, answered(name, piece, text))
+        assert found.startswith("no: ") and reason in found, f"{name}, for {reason!r}: {found}"
+
+
+def test_honest_answers_pass(folder):
+    for name, piece, text in drawn(HONEST, 2):
+        found = first_broken(folder, name, answered(name, piece, text))
+        assert found == "it keeps all promises", f"{name}: {found}"
+
+
+def test_every_slip_shows(folder):
+    for name in drawn(SLIPS, 2):
+        found = first_broken(folder, name, learn.made(name)[2])
+        assert found.startswith("no: "), f"{name}: {found}"
+
+
+def test_a_run_that_hangs_is_told_where(folder):
+    text = learn.made("zero1")[1].replace(
+        "dist.all_reduce(squares)", "dist.get_rank() or dist.all_reduce(squares)"
+    )
+    with mock.patch.object(promises, "SECONDS", 8):
+        assert "it hangs: rank 0 waits in all_reduce(), line" in first_broken(folder, "zero1", text)
+
+
+# ---- what a learner sees ----
+
+
+def test_an_exercise_from_path_to_done(folder):
+    name = "single"
+    assert f"Next: python learn.py fill {name}" in said(lambda: learn.list_path(""))[0]
     learn.write(name, False)
-    (folder / f"{name}.py").write_text("1 / 0")
-    assert "exists" in said(lambda: learn.write(name, False))[1][0]
+    assert "exists; --again" in said(lambda: learn.write(name, False))[1][0]
+    (folder / f"{name}.py").write_bytes(b"x = '\xe9'")  # no UTF-8
     out, _, code = said(lambda: learn.check(name))
-    assert code == 1 and "division by zero" in out and "attempt 1" in out, out
-    promises.run.cache_clear()
-    (folder / f"{name}.py").write_bytes(b"x = '\xe9'")
-    assert "SyntaxError" in said(lambda: learn.check(name))[0], "a file that is no UTF-8"
-    assert json.loads(learn.PROGRESS.read_text()) == {name: {"attempts": 2, "done": False}}
-    learn.write(name, True)
+    assert code == 1 and "SyntaxError" in out and "Not yet: attempt 1.\nNext: python learn.py hint" in out, (
+        out
+    )
+    said(lambda: learn.write(name, True))
     assert (folder / "old" / f"{name}-0.py").read_bytes() == b"x = '\xe9'", "work is lost"
-    assert "NotImplementedError" not in said(lambda: learn.show("ddp"))[0]
-    assert "no lesson is done" in said(learn.new_bug)[1][0]
-    learn.PROGRESS.write_text(json.dumps({"zero1-units": {"attempts": 1, "done": True}}))
-    assert learn.bugs()[learn.new_bug()][0] == "zero1"
+    for given in (1, 2, 3):
+        out, *_ = said(lambda: learn.give_hint(name))
+        assert [out.count(f"{number}. ") for number in (1, 2, 3)] == [
+            number <= given for number in (1, 2, 3)
+        ], out
+    promises.run.cache_clear()
+    (folder / f"{name}.py").write_text(learn.made(name)[1])
+    progress = {each: {"attempts": 1, "done": True} for each in learn.on_track("evening") if each != name}
+    learn.PROGRESS.write_text(json.dumps(progress))
+    out, *_ = said(lambda: learn.check(name))
+    assert "Done: attempt 1.\nThe track 'evening' is done." in out, out
+    learn.write("single", True)
+    promises.run.cache_clear()
+    out, *_ = said(lambda: learn.check(name))
+    assert "Not yet: attempt 2." in out and "The track" not in out, out
 
 
-def check_committed(learn, folder):
-    """A lesson that the learner has edited is taken as committed, and one line says so."""
-    sources = load("tools/sources")
+def test_a_bug_is_of_a_lesson_that_is_done(folder):
+    assert "no slip is left" in said(lambda: learn.new_bug(""))[1][0]
+    assert learn.new_bug("ddp").startswith("ddp-bug")
+    learn.PROGRESS.write_text(json.dumps({"single-clip": {"attempts": 1, "done": True}}))
+    name = learn.new_bug("")
+    with mock.patch.object(promises, "symptom_of", lambda path, lesson: f"no:  of {lesson}"):
+        assert "no:  of single" in said(lambda: learn.write(name, False))[0] and name.startswith("single-bug")
+    assert SLIPS[name].right in said(lambda: learn.show(name))[0]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"ddp": 1}', '{"ddp": {}}'])
+def test_a_damaged_progress_file_is_one_line(folder, text):
+    learn.PROGRESS.write_text(text)
+    _, errors, code = said(lambda: learn.list_path(""))
+    assert code == 2 and len(errors) == 1 and "mend or delete it" in errors[0]
+
+
+def test_exercises_are_of_what_is_committed():
     git = mock.Mock(return_value=mock.Mock(returncode=0, stdout=b"as committed"))
-    with mock.patch.object(sources.subprocess, "run", git):
-        assert sources.original("ddp") == f"{learn.ROOT}/ddp.py", "tools take files as they are"
-        sources.original.cache_clear()
-        sources.AS_COMMITTED = True
-        _, errors, _ = said(lambda: folder.joinpath("path").write_text(sources.original("ddp")))
-    assert errors == ["ddp.py has been edited: its committed text is used."]
-    assert Path((folder / "path").read_text()).read_text() == "as committed"
+    committed.cache_clear()
+    with mock.patch.object(learn.subprocess, "run", git):
+        _, errors, _ = said(lambda: committed("hsdp"))
+        assert errors == ["hsdp.py has been edited: its committed text is used."]
+        assert committed("hsdp").read_text() == "as committed"
 
 
-def check_hints(learn, folder):
-    _, source = learn.lesson_of("ddp")
-    path = folder / "bug0.py"
-    path.write_text(source.replace("1 / dist.get_world_size()", "1"))
-    for attempts, known in {2: False, 3: True}.items():
-        words = learn.hint(str(path), "ddp", "2 ranks: gradient norms are the plain loop's", attempts)
-        assert "step 1, reduction" in words and ("Bucket.collect" in words) == known, words
+def test_the_path_needs_no_torch_and_its_next_exercise_is_of_the_shortest_track():
+    code = "import learn, sys; learn.list_path(''); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+    progress, order = {}, []
+    while (name := learn.next_on_path(progress)[1]) is not None:
+        order.append(name)
+        progress[name] = {"done": True}
+    evening, week = learn.on_track("evening"), learn.on_track("week")
+    assert order[: len(evening)] == evening and set(order[: len(week)]) == set(week)
+    assert sorted(order) == sorted(EXERCISES)
 
 
-def check_catches(learn, folder):
-    """A slip is shown by the cheapest run, and by one thing that it changes."""
-    rows = learn.catches()
-    assert len(rows) >= 20
-    number = next(i for i, row in enumerate(rows, 1) if row[0] == "zero1" and row[-1] == 2)
-    name = f"catch-{number}"
-    learn.write(name, False)
-    path = folder / f"{name}.py"
-    cases = {  # (ranks and flags, check): what is said
-        ("(1, '')", "pass"): "it holds there, too",
-        ("(2, '')", FIRST.format("grad_norms")): None,
-        ("(3, '')", FIRST.format("grad_norms")): "it costs 3; one of 2 does",
-        ("(2, '')", FIRST.format("losses") + "; " + FIRST.format("grad_norms")): "at grad_norms, losses",
-        ("(2, '')", "assert not found['losses']"): "AssertionError",
-    }
-    for (how, check), expected in cases.items():
-        path.write_text(ANSWER.format(how, check))
-        found = next((how for _, how in learn.catch_promises(str(path), "") if how), None)
-        assert found == expected or (expected and found.startswith(expected)), (how, check, found)
-
-
-def check_trouble(learn, folder):
-    trouble = load("tools/trouble")
-    known = json.loads(trouble.SEEN.read_text())
-    assert trouble.page(known) == trouble.PAGE.read_text(), "docs/trouble.md is old: python tools/trouble.py"
-    for symptom in ("norm 1", "loss 2"):
-        shown = [key for key, seen in known.items() if symptom in seen.values() and "zero" in key]
-        key = random.Random(len(known)).choice(shown)
-        lesson, old, new = trouble.find_mutants()[key]
-        file = folder / f"{symptom}.py"  # its runs are cached by its path
-        file.write_text((learn.ROOT / f"{lesson}.py").read_text().replace(old, new))
-        seen = trouble.observe(str(file), lesson)
-        assert seen == known[key], f"{key}: docs/trouble.json says otherwise"
-
-
-CHECKS = check_table, check_lazy, check_honest, check_exercises, check_bugs, check_cheats, check_files
-CHECKS += check_committed, check_hints, check_catches, check_trouble
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_learning(check, tmp_path):
-    learn = load("learn")
-    learn.EXERCISES = tmp_path
-    learn.PROGRESS = tmp_path / "progress.json"
-    check(learn, tmp_path)
+def test_without_torch_the_python_of_venv_goes_on(folder):
+    missing = mock.patch.object(learn, "main", side_effect=ModuleNotFoundError(name="torch"))
+    with missing, mock.patch.object(learn, "ROOT", folder), mock.patch.object(learn.os, "execv") as start:
+        _, (problem,), code = said(learn.run)
+        assert code == 2 and "torch is missing: ./run.sh" in problem and not start.called
+        python = folder / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+        learn.run()
+        assert start.call_args[0][1] == [python, *sys.argv], "not with the same words"

@@ -235,14 +235,14 @@ CHECKS = (
 test_each_promise_is_kept = holds("offload", *CHECKS, *slow)
 WITH_PARAMS = partial(check_ledger, size=2, flags="--accum 3 --params")
 READY = "        self.update_job.result()\n        self.uploader.copy"
-OLD = "            unit.upload_job = None  # the weights"
-GONE = "            unit.upload_job = None\n            "
-SAVED = "            unit.reshard()\n            # Until"
+OLD = "            unit.reduce_job = None\n            unit.upload_job = None"
+GONE = f"{OLD}\n            "
+SAVED = ", unit.params)\n            unit.reshard()"
 MUTANTS = [
     ("        self.upload_job.result()\n", "", check_step, "weights of before"),
     (READY, "        self.uploader.copy", check_step, "before its update"),
-    (OLD, f"{GONE}unit.unshard()\n            unit.wait_for_unshard()  #", check_step, "the link"),
-    (OLD, "            pass  #", check_parity, "losses differ"),
+    (OLD, f"{GONE}unit.unshard(), unit.wait_for_unshard()", check_step, "the link"),
+    (OLD, "            unit.reduce_job = None", check_parity, "losses differ"),
     ("self.host_param.copy_(self.shard.data)", "pass", check_masters, "bf16 weights moved"),
     ("torch.empty_like(self.host_param, pin_memory=pinned)", "self.host_param",
      partial(check_parity, own_flags="--params"), "losses differ"),
@@ -252,7 +252,7 @@ MUTANTS = [
     ("self.reducing.result()", "self.reducing.done()", slow[0], "gradients: +"),
     ("        if self.offload_params:\n            unit.reshard()\n", "", WITH_PARAMS, "parameters: +"),
     ("self.uploader.submit(launch)", "self.host.submit(launch)", check_one_order, "launched by"),
-    (SAVED, "            # Until", check_saved_midway, "on the device after"),
+    (SAVED, ", unit.params)", check_saved_midway, "on the device after"),
     ("(max_norm / (norm + 1e-6)).clamp(max=1)", "torch.tensor(1)", check_missing, "not clipped"),
     ("            unit.reduce_job = None\n", "", check_missing, "units without"),
     ("param.grad is None for", "False for", check_missing, "a part of a unit's"),

@@ -38,6 +38,7 @@ from tools.watch import noted
 
 RUN = "torchrun LESSON --checkpoint runs/begun"
 BEFORE = "python LESSON --checkpoint runs/begun --every 1 --steps 1"
+FILM = "--checkpoint runs/films/begun"
 NO_INT = "0 -1 1.5 x 1000000000000 99999999999999999999999"
 LESSON = Lesson(
     own={"--every": ("1 2", NO_INT), "--keep": ("1 2", "0"), "--checkpoint": ("{tmp}/c", "/dev/null")},
@@ -433,7 +434,7 @@ MUTANTS = [
     ('listed(config.checkpoint, "draft")', "()", partial(check_resume, sizes=(1,)), "kept"),
     ('"step": self.steps,', '"step": self.steps.clone(),', check_resume, "losses differ"),
     ("snapshot.copy_(sharded.state)", "sharded.state", check_overlap, "losses differ"),
-    ("            saving.result()  # which", "            # which", check_disk, "another step's"),
+    ("raise --every\")\n            saving.result()", "raise --every\")", check_disk, "another step's"),
     ("if config.no_overlap:", "if False:", check_overlap, "--no-overlap: training went on"),
     ('if f"{total}" !=', "if False and total !=", check_refused, "not refused: rank-1.bin"),
     ("-(-numel // len(checksums))", "state.shape[1]", check_refused, "not refused: rank-0"),

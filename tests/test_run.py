@@ -103,7 +103,7 @@ def test_run_sh_asks_for_no_bash_4_and_no_gnu_tools():
     for number, line in enumerate((ROOT / "run.sh").read_text().splitlines(), 1):
         code = line.partition("# ")[0]
         found = re.search(f"{NEWER}|{GNU}", code)
-        assert not found or "LIMIT" in code, f"run.sh:{number}: {found[0]}"  # which is for Linux
+        assert not found, f"run.sh:{number}: {found[0]}"
 
 
 # A Python whose lessons have made their files when ddp.py does $THEN.

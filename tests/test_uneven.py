@@ -21,7 +21,6 @@ LESSON = Lesson(
     variants=("--order balanced", "--pack", "--order balanced --pack"),
     own={"--order": ("drawn balanced", "longest")},
     bad=("--batch 7",),
-    races=("", "--order balanced --pack"),
     gpu=("--order balanced", "--pack"),
     waits={
         "": {("copy", "microbatches()"): 0, ("copy", "load_microbatches()"): 1, ("item", "agree()"): 1},

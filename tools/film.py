@@ -2,16 +2,15 @@
 
     torchrun --nproc_per_node=4 tools/ledger.py --film zero3.json zero3.py --layers 4
 
-What is written: of each lane (a rank, or a thread of it)
-spans     [begin, end, line, what]: an operator after the other, as long as line and what are the same. what:
-          F, B forward and backward, "F3" of block 3, "F3.2" in microbatch 2; R a forward again, in backward;
-          W gradients of weights alone; O the optimizer; L what else the lesson does
-messages  [begin, end, line, name, bytes, kind]: from the call to when it was seen to be complete, of a send
-          or receive to the end of the receiver's wait. kind: of what is sent, as in held
+For each lane (a rank, or one of its threads) it writes
+spans     [begin, end, line, what]: operators in a row with the same line and what. what: F, B forward and
+          backward, "F3" of block 3, "F3.2" in microbatch 2; R forward again, during backward; W gradients of
+          weights alone; O the optimizer; L what else the lesson does
+messages  [begin, end, line, name, bytes, kind]: from the call until it was seen to be complete; a send or
+          receive until the receiver's wait ends. kind: of what is sent, as in held
 waits     [begin, end, line, number of the message in this lane, or -1]
-held      [time, line, kind, bytes of this kind from now on], changes of less than 2 % of the most left out
-Times in 10 microseconds from the step's begin, lines as numbers in "lines": [number, text] of the lesson's
-file, which site/book.py finds again after it was edited. The watching takes time of its own.
+held      [time, line, kind, bytes of this kind from now on], without changes of less than 2 % of the most
+Times are in 10 microseconds from the step's begin, lines those of the lesson's file. Watching slows it down.
 """
 
 import bisect
@@ -27,13 +26,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from clock import CALLS
 from watch import Watch, tensors_in
 
+# Methods of a process group, and what they are called (torch 2.11 lacks some).
+CALLS = """allreduce allgather all_gather_single _allgather_base broadcast reduce reduce_scatter
+    reduce_scatter_single _reduce_scatter_base gather scatter barrier alltoall all_to_all_single
+    alltoall_base send recv""".split()
 NAMES = {"allreduce": "all-reduce", "reducescatter": "reduce-scatter", "allgather": "all-gather"}
 NAMES |= {"alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "gather": "gather"}
 NAMES |= {"scatter": "scatter", "barrier": "barrier", "send": "send", "recv": "receive"}
-MAIN = {"dp_threads": "device 0", "dp_async": "server"}  # what the main thread is called there
+MAIN = {"device": "device 0", "ThreadPoolExecutor": "server"}  # the main thread, by what the others are
 now = time.perf_counter
 
 
@@ -44,9 +46,8 @@ class Film(Watch):
         super().__init__()
         self.path = lesson.__file__
         text = Path(self.path).read_text().split("\n")
-        self.text = ["", *text]
-        first, last = (i for i, line in enumerate(text, 1) if line.startswith("# ===="))
-        self.toy = range(first, last)
+        marks = [i for i, line in enumerate(text, 1) if line.startswith("# ====")]
+        self.toy = range(marks[0], marks[1] if marks[1:] else len(text))
         self.has_all_to_all = "\n    all-to-all " in lesson.__doc__  # else it is gloo's way to reduce-scatter
         self.layers = 0
         self.spans = defaultdict(list)  # {thread: [begin, end, line, what]}
@@ -142,7 +143,7 @@ class Film(Watch):
         super().start()
         wait_for_others()
         for name in CALLS:
-            if hasattr(dist.ProcessGroup, name):  # torch 2.11 lacks some
+            if hasattr(dist.ProcessGroup, name):
                 call = self.noting(name, getattr(dist.ProcessGroup, name))
                 self.patches.enter_context(mock.patch.object(dist.ProcessGroup, name, call))
         wait = self.timing(dist.Work.wait)
@@ -249,7 +250,7 @@ class Film(Watch):
     # ---- what is written ----
 
     def held_by(self, kinds):
-        """{thread: [(time, line, kind, bytes of this kind from then on)]}."""
+        """{thread: [[time, line, kind, bytes of this kind from then on]]}."""
         alive, found = Counter(), defaultdict(list)
         for number, (storage, size) in enumerate(self.events):
             if storage != "backward":
@@ -257,8 +258,8 @@ class Film(Watch):
                 owner = self.owners[storage]
                 alive[owner, kind] += size
                 moment, line = self.moments.get(number, (0, 0))  # else it was there before
-                found[owner].append((moment, line, kind, alive[owner, kind]))
-        return {owner: sorted(thinned(changes), key=lambda row: row[0]) for owner, changes in found.items()}
+                found[owner].append([moment, line, kind, alive[owner, kind]])
+        return {owner: list(thinned(changes)) for owner, changes in found.items()}
 
     def lanes(self, rank):
         """{name of a lane: what it does}, times as they are."""
@@ -272,22 +273,22 @@ class Film(Watch):
                 if message["thread"] == thread:
                     numbers[number] = len(numbers)
                     kind = kinds[message["storage"]] if message["storage"] is not None else "other"
-                    row = [message[what] for what in ("begin", "end", "line", "name", "bytes", "key")]
+                    row = [message[what] for what in ("begin", "end", "line", "name", "bytes")]
                     row[1] = row[1] or self.end
-                    lane["messages"].append([*row, kind or "activations"])
-            for where, begin, end, line, number in self.waits:
-                if where == thread:  # -1: for another thread's message
-                    lane["waits"].append([begin, end, line, numbers.get(number, -1)])
+                    lane["messages"].append([*row, kind or "activations", message["key"]])
+            for where, *wait, number in self.waits:
+                if where == thread:
+                    lane["waits"].append([*wait, numbers.get(number, -1)])  # -1: another thread's message
             found[self.name_of(thread, rank)] = lane
         return found
 
     def name_of(self, thread, rank):
-        if Path(self.path).stem in MAIN:  # whose threads are devices
-            name = thread or MAIN[Path(self.path).stem]
-            return re.sub(
-                r"ThreadPoolExecutor-\d+_", "worker ", name.removesuffix("_0") if "device" in name else name
-            )
-        return f"rank {rank}" + (f" {thread.removesuffix('_0')}" if thread else "")
+        """A lane's name: of a rank and its thread, or of a thread that is a device or a worker itself."""
+        kinds = {name.split("-")[0].split(" ")[0] for name in self.spans if name}
+        main = next((MAIN[kind] for kind in kinds if kind in MAIN), None)
+        if thread and main:
+            return re.sub(r"^ThreadPoolExecutor-\d+_", "worker ", re.sub(r"^(device \d+)_0$", r"\1", thread))
+        return main or f"rank {rank}" + (f" {thread.removesuffix('_0')}" if thread else "")
 
 
 def wait_for_others():
@@ -299,20 +300,15 @@ def wait_for_others():
 
 
 def thinned(changes):
-    """Without changes of less than 2 % of the most that is held, but the last of each kind."""
+    """Without changes of less than 2 % of the most that is held, but with the last of each kind."""
     most = max(size for *_, size in changes)
-    kept, skipped = {}, {}
-    for change, after in zip(changes, [*changes[1:], None]):
-        moment, _, kind, size = change
-        if after and after[::2] == (moment, kind):
-            continue
-        if kind not in kept or abs(kept[kind] - size) > most / 50:
-            kept[kind] = size
-            skipped.pop(kind, None)
+    last = {kind: place for place, (_, _, kind, _) in enumerate(changes)}
+    shown = {}
+    for place, change in enumerate(changes):
+        _, _, kind, size = change
+        if kind not in shown or last[kind] == place or abs(shown[kind] - size) > most / 50:
+            shown[kind] = size
             yield change
-        else:
-            skipped[kind] = change
-    yield from skipped.values()
 
 
 def write(path, film, lesson, flags):
@@ -320,27 +316,18 @@ def write(path, film, lesson, flags):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (film.begin, film.end, film.lanes(dist.get_rank())))
     origin = min(begin for begin, _, _ in everyone)
-    lines = {}  # {line: its place in what is written}
-
-    def encoded(row, times):
-        """A row whose first ones are times, and then a line, as it is written."""
-        line = lines.setdefault(row[times], len(lines))
-        return [*(max(0, round(1e5 * (moment - origin))) for moment in row[:times]), line, *row[times + 1 :]]
-
-    lanes = {}
-    messages = [message for *_, own in everyone for lane in own.values() for message in lane["messages"]]
-    received = {message[5]: message[1] for message in messages if message[3].startswith("receive")}
-    for _, _, own in everyone:
-        for name, lane in own.items():
-            for message in lane["messages"]:
-                key = message.pop(5)
-                if message[3].startswith("send"):  # whose end nobody sees but who receives it
-                    message[1] = received.get(key, message[1])
-            for what, rows in lane.items():
-                lane[what] = [encoded(row, 1 if what == "held" else 2) for row in rows]
-            lanes[name] = lane
+    lanes = {name: lane for *_, own in everyone for name, lane in own.items()}
+    received = {row[6]: row[1] for lane in lanes.values() for row in lane["messages"] if "from" in row[3]}
+    for lane in lanes.values():
+        for row in lane["messages"]:
+            key = row.pop()
+            if " to " in row[3]:  # a send, whose end only its receiver sees
+                row[1] = received.get(key, row[1])
+        for what, rows in lane.items():
+            for row in rows:
+                for place in range(1 if what == "held" else 2):
+                    row[place] = max(0, round(1e5 * (row[place] - origin)))
     result = {"lesson": lesson.__name__, "flags": " ".join(flags), "ranks": dist.get_world_size()}
     result["length"] = round(1e5 * (max(end for _, end, _ in everyone) - origin))
-    result["lines"] = [[line, film.text[line].strip()] for line in lines]
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(result | {"lanes": lanes}, separators=(",", ":")) + "\n")
