@@ -27,6 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(f"{ROOT}/tools")
 from compare import error_in  # noqa: E402
+from lessons import lessons  # noqa: E402
 
 SEQUENCES = {"gpt2": 32, "gpt2-xl": 16}  # of a rank; half as many on a GPU of less than 100 GB
 STARTED, SECONDS = time.monotonic(), 29 * 60  # the thirtieth minute is for what has to be stopped
@@ -99,6 +100,8 @@ def main():
     parser.add_argument("lessons", nargs="*")
     parser.add_argument("--rehearse", action="store_true")
     config = parser.parse_args()
+    if unknown := set(config.lessons) - lessons().keys():
+        sys.exit(f"gpu.py: no lesson {', '.join(unknown)}; choose from: {' '.join(lessons())}")
     os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if config.rehearse else {}
     gpus = torch.cuda.device_count()
     if not gpus and not config.rehearse:

@@ -261,7 +261,7 @@ HONEST = [  # the same, but nothing is said
     inner = self.inner[self.fragment]
     inner.copy_((inner + outer) / 2 if self.delay else outer)"""),
     ("zero1", "", """
-    rows = self.flat_grad.view(self.n_shards, -1).clone()
+    rows = self.flat_grad.view(self.n_shards, -1)
     self.received = torch.empty_like(rows)
     self.reduce_work = dist.all_to_all_single(self.received, rows, async_op=True)
     ---

@@ -194,12 +194,8 @@ BAD = {  # {command: {arguments: what the line names}}
         "tools/watch.py": "tools/watch.py: is watched by", "--json /no/x.json zero3.py": "--json /no/x.json",
         "--trace LICENSE zero3.py": "--trace LICENSE", "--film tests zero3.py": "--film tests",
     },
-    "bench/bench.py": {
-        "nope": "nope", "--rounds 0": "--rounds", "ddp --hosts 100": "--hosts", "ddp --rate 0bit": "--rate",
-        "ddp --batch x": "--batch", "ddp --also=--prefetch=1": "--prefetch",
-    },
+    "bench/bench.py": {"nope": "nope", "--rounds 0": "--rounds", "ddp --batch x": "--batch"},
     "tools/compare.py": {"/no/such ddp": "/no/such", "README.md": "README.md"},
-    "bench/gpu.py": {"--rehearse --tflops x": "--tflops", "--rehearse ddp nope": "nope"},
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from lessons import ROOT, lessons, path_of
 
 LESSON_LINES, ALL_LINES, COLUMNS = 400, 22_000, 110
-FOLDERS = {  # lines that people keep: what DESIGN.md of the fifth edition asks for at its end
+FOLDERS = {  # lines that people keep, and how many are meant to suffice
     "lessons": ("more/*.py", 9_600),
     "tests": ("tests/*.py test_all.py", 5_000),
     "tools": ("tools/*.py", 1_500),
