@@ -114,7 +114,7 @@ LAZY = [
      "dist.all_reduce(parts, group=layout.group); received = parts[layout.rank][None]", "bytes sent"),
     ("context_parallel-gather", "received.sum(0)", "received.mean(0)", "gradient norm of step 1"),
     ("expert_parallel", "expert(torch.cat(pieces[own]))",
-     "expert(torch.cat([*pieces[own], rows]))[: arriving[:, i].sum()]", "computed twice"),
+     "expert(torch.cat([*pieces[own], rows]))[: arriving[:, i].sum()]", "bytes held, a"),
     ("expert_parallel", "slice(i, None, len(self.experts))",
      "slice(i * len(ranks), (i + 1) * len(ranks))", "2 ranks"),
     ("expert_zero", "dist.get_world_size()", "self.n_shards", "losses"),
@@ -328,7 +328,7 @@ HONEST = [  # the same, but nothing is said
         X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
     return X.T if turned else X"""),
     ("offload", "torch.sum(received.view(self.n_shards, -1), 0, out=own_grad)",
-     "own_grad.copy_(received.view(self.n_shards, -1).sum(0))"),
+     "own_grad.zero_().add_(received.view(self.n_shards, -1).sum(0))"),
     ("tensor_parallel", "", """
     x, weight = ctx.saved_tensors
     grad_x = F.linear(grad, weight.t())

@@ -17,6 +17,7 @@ from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, o
 from tests.streams import Streams
 
 FILM = "--layers 2"
+LEARN = "torchrun LESSON --documents --kind ring --lr 10 --steps 2"
 LESSON = Lesson(
     flags="--context 24",
     own={"--kind": ("gather ring ulysses", "all")},

@@ -17,6 +17,8 @@ from tools.watch import noted
 RUN = "torchrun LESSON --inner-steps 1 --outer-lr 1 --outer-momentum 0 --optim sgd --clip inf"
 PLAIN = "single --optim sgd --clip inf"
 FILM = "--inner-steps 2 --steps 4"
+NORMS = "each rank's own"
+LEARN = "torchrun LESSON --inner-steps 4 --fragments 2 --delay 1 --steps 8"
 NO_INT = "0 -1 1.5 x 1000000000000 99999999999999999999999"
 LESSON = Lesson(
     flags="--optim sgd --clip inf",

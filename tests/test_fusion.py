@@ -10,6 +10,7 @@ from tests.checks import check_parity, optimizers_made
 from tests.gpu import check_gpu
 from tests.harness import TINY, Lesson, error_of, holds, load, mutants, world
 
+LEARN = "torchrun LESSON --context 300 --batch 8"
 LESSON = Lesson(
     worlds=(1, 2),
     flags="--context 48",

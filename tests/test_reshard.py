@@ -14,6 +14,7 @@ from tests.gpu import check_order
 from tests.harness import TEXT, Lesson, apart, error_of, holds, load, mutants, on_ranks, train, world
 
 FILM = "--how direct"
+LEARN = "torchrun LESSON --how direct; torchrun LESSON --how rank0"
 LESSON = Lesson(
     flags="--vocab 257",
     variants=("--how rank0", "--how direct"),

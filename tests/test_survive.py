@@ -36,6 +36,7 @@ from tests.harness import (
     train,
 )
 
+LEARN = "python LESSON --workers 4 --steps 12 --kill 1@3 0@6 --join 9 --accum 3 --timeout 2"
 NO_INT = "0 -1 1.5 x 1000000000000 99999999999999999999999"
 NOBODY = ("--kill 1", "--kill 2@3", "--kill 1@0", "--kill 1@21", "--join 0", "--join -3", "--join 21")
 LESSON = Lesson(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.gpu import check_gpu
 from tests.harness import Lesson, apart, error_of, holds, load, mutants, on_ranks
 
+LEARN = "torchrun LESSON --lr 10 --steps 2"
 LESSON = Lesson(flags="--vocab 257 --batch 9", bad=("--heads 9",), races=("",))
 
 

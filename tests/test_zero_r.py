@@ -7,6 +7,7 @@ import torch
 from tests.gpu import on_gpu, together
 from tests.harness import Lesson, holds, mutants
 
+SLACK = "1.05"
 LESSON = Lesson(variants=("--policy offload",), own={"--policy": ("partitioned offload", "full")})
 
 
