@@ -20,7 +20,7 @@ def path_of(name):
 def special(name, constant, default=""):
     """What tests/test_NAME.py sets a constant to, in one line, or the default.
 
-    RUN (torchrun LESSON): its command, N the number of ranks. PLAIN (single): what it equals on one rank.
+    RUN (torchrun LESSON): its command, of N ranks. PLAIN (single): what it equals on one rank.
     BEFORE: a command that runs before. FILM: flags with which a step of it is filmed. SLACK, LEARN, NORMS: see
     tools/promises.py."""
     tests = ROOT / "tests" / f"test_{name}.py"
