@@ -158,7 +158,7 @@ run_plain() { # NAME COMMAND ...: what a lesson is compared with, and the same w
     run "$@"
     local batch
     batch=$(sed -n 's/.* | batch \([0-9]*\) = .*/\1/p' "runs/$1.log")
-    [[ "$*" == *fp64* ]] || run "${1%-alone}-split" "${@:2}" --accum "$batch" # fp64 rounds too little
+    [[ "$*" == *fp64* || "$1 $2" == *" single" ]] || run "${1%-alone}-split" "${@:2}" --accum "$batch" # fp64 rounds too little
 }
 
 run_lesson() { # NAME, by what its tests say of it: docstring of tools/lessons.py

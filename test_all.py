@@ -124,6 +124,7 @@ def test_ranks_that_share_a_gpu_meet_over_nccl(name):
     gpu.check_shared(name)
 
 
+@pytest.mark.long_table
 @every_lesson
 def test_bad_input_ends_in_one_line_and_exit_code_2(name):
     lesson = spec(name)
@@ -133,6 +134,7 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(name):
         check_refusal(name, flags, lesson.worlds[-1])
 
 
+@pytest.mark.long_table
 @every_lesson
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, as on macOS")
 def test_a_full_disk_ends_rank_0_in_one_line_and_exit_code_2(name):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from tests import nccl_order
 from tests.harness import FORK, TINY, crew, load, path_of, run_of, spec
-from tests.streams import Streams
 
 # How often the host waits for the GPU in a step of k microbatches: {(why, where): times}.
 WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
@@ -34,6 +33,8 @@ def together(function, name, rows=((),)):
 
 def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
     """A rank keeps what pretend.py and streams.py hold."""
+    from tests.streams import Streams  # which gives this process a device that others must not have
+
     name = Path(path).stem
     flags = flags if run_of(name)[0] else crew(name, size, flags)[1]
     with tempfile.TemporaryDirectory() as folder:

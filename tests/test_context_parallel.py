@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from tests.checks import EXACT, check_ledger, check_parity
 from tests.gpu import in_order, together
 from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks, path_of, train
-from tests.streams import Streams
 
 FILM = "--layers 2"
 LEARN = "torchrun LESSON --documents --kind ring --lr 10 --steps 2"
@@ -303,41 +302,47 @@ def check_messages(name, size=4):
     assert calls == {"all-gather": 2 * 3 * 3, "reduce-scatter": 3 * 3}, f"other messages: {calls}"
 
 
-class Kernels(Streams):
+def kernels_of(path, rank, size):
     """Counts calls of attention's kernels, and holds what CUDA's ask for but meta tensors do not show."""
+    from tests.streams import Streams  # which gives this process a device that others must not have
 
-    def load_lesson(self):
-        """With masks everywhere: what documents there are, the simulated host does not know."""
-        lesson = super().load_lesson()
-        make = lesson.Layout.__init__
+    class Kernels(Streams):
+        def load_lesson(self):
+            """With masks everywhere: what documents there are, the simulated host does not know."""
+            lesson = super().load_lesson()
+            make = lesson.Layout.__init__
 
-        def make_masked(layout, *args, **zigzag):
-            make(layout, *args, **zigzag)
-            if self.config.documents:
-                layout.sees = torch.ones(len(layout.sees), len(layout.sees)).int().tril().tolist()
+            def make_masked(layout, *args, **zigzag):
+                make(layout, *args, **zigzag)
+                if self.config.documents:
+                    layout.sees = torch.ones(len(layout.sees), len(layout.sees)).int().tril().tolist()
 
-        lesson.Layout.__init__ = make_masked
-        return lesson
+            lesson.Layout.__init__ = make_masked
+            return lesson
 
-    def on_gpu(self, function, args, kwargs):
-        name = function._schema.name.removeprefix("aten::_scaled_dot_product_")
-        if "attention" in name:
-            given = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
-            self.calls[name, given.get("is_causal", False)] += 1
-            q, k, lse = given["query"], given["key"], given.get("logsumexp")
-            length, width = q.shape[2:]
-            assert q.stride(3) == k.stride(3) == 1 and width % 8 == 0 and q.shape[1] == k.shape[1]
-            assert length == k.shape[2] or not given.get("is_causal"), "a causal mask that is not square"
-            if (bias := given["attn_bias"]) is not None:
-                assert bias.shape == (*q.shape[:2], length, length) and bias.dtype == q.dtype, "another mask"
-                assert bias.stride(3) == 1 and bias.stride(2) % 8 == 0, "a mask that is not aligned"
-            assert (bias is not None) == self.config.documents, "a mask for nothing, or none"
-            if lse is not None:
-                asked = -(-length // 32) * 32
-                assert lse.shape[2] == asked, f"a log-sum-exp of {lse.shape[2]} rows, not {asked}"
-                assert lse.is_contiguous() and lse.dtype == torch.float32, "a log-sum-exp of another form"
-                assert given["out"].dtype == given["grad_out_"].dtype == q.dtype
-        return super().on_gpu(function, args, kwargs)
+        def on_gpu(self, function, args, kwargs):
+            name = function._schema.name.removeprefix("aten::_scaled_dot_product_")
+            if "attention" in name:
+                given = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
+                self.calls[name, given.get("is_causal", False)] += 1
+                q, k, lse = given["query"], given["key"], given.get("logsumexp")
+                length, width = q.shape[2:]
+                assert q.stride(3) == k.stride(3) == 1 and width % 8 == 0 and q.shape[1] == k.shape[1]
+                assert length == k.shape[2] or not given.get("is_causal"), "a causal mask that is not square"
+                if (bias := given["attn_bias"]) is not None:
+                    assert bias.shape == (*q.shape[:2], length, length) and bias.dtype == q.dtype, (
+                        "another mask"
+                    )
+                    assert bias.stride(3) == 1 and bias.stride(2) % 8 == 0, "a mask that is not aligned"
+                assert (bias is not None) == self.config.documents, "a mask for nothing, or none"
+                if lse is not None:
+                    asked = -(-length // 32) * 32
+                    assert lse.shape[2] == asked, f"a log-sum-exp of {lse.shape[2]} rows, not {asked}"
+                    assert lse.is_contiguous() and lse.dtype == torch.float32, "a log-sum-exp of another form"
+                    assert given["out"].dtype == given["grad_out_"].dtype == q.dtype
+            return super().on_gpu(function, args, kwargs)
+
+    return Kernels(path, rank, size)
 
 
 def check_gpu(name):
@@ -346,7 +351,7 @@ def check_gpu(name):
     ways = [*product(("fp32", "bf16"), KINDS[:2], ("--context 16",), ((1, 4),))]
     ways += [*product(("fp32", "bf16"), KINDS, ("--context 64 --documents",), ((1, 2),))]
     for dtype, kind, flags, (rank, size) in [*ways, ("bf16", "gather", "--context 16", (0, 1))]:
-        gpu = Kernels(path_of(name.removesuffix(".py")), rank, size)
+        gpu = kernels_of(path_of(name.removesuffix(".py")), rank, size)
         gpu.calls = Counter()
         gpu.run(f"{TINY} {flags} --steps 1 --layers 1 --width 96 --dtype {dtype} --kind {kind}")
         causal, others = (1, 2 * (size - 1))  # blocks: own chunks in one

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tests.harness import ROOT, TINY, load
-from tests.streams import Streams
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")  # torch.distributed.optim has it
 def test_bench_and_ledger_keep_a_lessons_promises_on_a_gpu(name="zero2"):
+    from tests.streams import Streams  # which gives this process a device that others must not have
+
     gpu, flags, tensor = Streams(ROOT / f"{name}.py", 1, 2), [*TINY.split(), "--steps=2"], torch.tensor
 
     load("bench/bench")  # whose imports are to see no simulated GPU

@@ -66,8 +66,10 @@ def first_broken(folder, name, text):
 
 
 def test_the_table_is_complete_and_fits_the_lessons():
-    assert {name.partition("-")[0] for name in EXERCISES} == set(lessons.lessons())
-    assert list(SLIPS) == [f"{name}-bug{number}" for name in lessons.lessons() for number in (1, 2)]
+    having = {name.partition("-")[0] for name in EXERCISES}  # a lesson may have none
+    assert having <= set(lessons.lessons())
+    in_order = [name for name in lessons.lessons() if name in having]
+    assert list(SLIPS) == [f"{name}-bug{number}" for name in in_order for number in (1, 2)]
     for name in EXERCISES:
         assert sum(row[0] == name for row in LAZY) == 2 and [row[0] for row in HONEST].count(name) == 1, name
     for name, piece, text in [*(row[:3] for row in LAZY), *HONEST]:
@@ -105,7 +107,7 @@ def test_no_lazy_answer_passes(folder):
 
 
 def test_honest_answers_pass(folder):
-    for name, piece, text in drawn(HONEST, 2):
+    for name, piece, text in drawn(HONEST, 1):
         found = first_broken(folder, name, answered(name, piece, text))
         assert found == "it keeps all promises", f"{name}: {found}"
 
