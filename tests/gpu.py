@@ -19,9 +19,14 @@ from tests.harness import FORK, TINY, crew, load, path_of, run_of, spec
 WAITS = {("copy", "microbatches()"): 1, ("item", "print_step()"): 2}
 
 
+def begin():
+    gc.freeze()
+    import tests.pretend  # noqa: F401 before any backward
+
+
 @cache
 def pool():
-    return ProcessPoolExecutor(1, FORK, initializer=gc.freeze)
+    return ProcessPoolExecutor(1, FORK, initializer=begin)
 
 
 def together(function, name, rows=((),)):

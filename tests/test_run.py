@@ -236,13 +236,14 @@ class Item:
         self.callspec = SimpleNamespace(params=params)
 
 
-def test_the_whole_suite_draws_an_eighth_of_the_mutants_and_a_third_of_the_rows(monkeypatch):
+def test_the_whole_suite_draws_a_twelfth_of_the_mutants_and_a_fourth_of_the_rows(monkeypatch):
     monkeypatch.setenv("MUTANTS", "")  # and back
-    promises, rows = [Item(False) for _ in range(5)], [Item(True, name=i) for i in range(6)]
-    edits = [Item(False, old=i, new=i) for i in range(40)]
+    promises, rows = [Item(False) for _ in range(5)], [Item(True, name=i) for i in range(8)]
+    edits = [Item(False, old=i, new=i) for i in range(60)]
     drawn = [conftest.draw([*promises, *rows, *edits], seed) for seed in "778"]
     assert all(len(items) == 5 + 2 + 5 and items[:5] == promises for items in drawn)
-    assert all(items[5:7] in (rows[::3], rows[1::3], rows[2::3]) for items in drawn), "not every third row"
+    fourths = [rows[first::4] for first in range(4)]
+    assert all(items[5:7] in fourths for items in drawn), "not every fourth row"
     assert drawn[0] == drawn[1] != drawn[2], "the same seed, the same mutants"
     source = pytest.Config.ArgsSource
     for args, keyword, lesson, given, pattern in (
