@@ -28,7 +28,7 @@ Left out
     Buffers, such as BatchNorm's statistics, are not averaged: each rank has those of its own batches.
     A parameter without a gradient in a step's last backward is an error.
     Not noticed: a step without a last backward, where nothing is averaged; ranks that load different weights
-    or share a seed for dropout, so that masks repeat. What else fails, and how: docs/use.md.
+    or share a seed for dropout, so that masks repeat.
 """
 
 import argparse

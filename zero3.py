@@ -33,8 +33,7 @@ Left out
     All ranks must call forward together and use units in the same order, or they hang, or mix up gradients.
     Not noticed: an optimizer that is not elementwise, such as Shampoo (for Muon see muon.py); a parameter
     that is added or unfrozen after wrapping, which is not trained; torch's own clip_grad_norm_ and
-    GradScaler, which look at 1/N of the gradients; an update before a step's last backward. What else fails,
-    and how: docs/use.md.
+    GradScaler, which look at 1/N of the gradients; an update before a step's last backward.
     While a weight is sharded, it is NaN: use it in its unit's forward only. If the loss uses a tensor that a
     unit has made but not returned, or only inside of a dataclass, backward reads freed memory: return it.
 """

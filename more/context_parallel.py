@@ -38,8 +38,8 @@ Sent (bytes, by each rank in each step of k microbatches)
     all-reduce        2mP(N-1)/N                   each rank has gradients of its own tokens
 
 Run
-    torchrun --nproc_per_node=2 context_parallel.py
-    torchrun --nproc_per_node=8 context_parallel.py --size gpt2 --context 65536 --batch 1 --kind ring
+    torchrun --nproc_per_node=2 more/context_parallel.py
+    torchrun --nproc_per_node=8 more/context_parallel.py --size gpt2 --context 65536 --batch 1 --kind ring
 
 Left out
     Attention that is not causal; positions that start anew in each document. A ring sends on what nobody

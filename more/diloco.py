@@ -32,8 +32,8 @@ Sent (bytes, by each of N ranks, in H steps)
     all-reduce    2mP(N-1)/N    in a ring (see collectives.py); ddp.py sends 2wP(N-1)/N in each step
 
 Run
-    torchrun --nproc_per_node=2 diloco.py
-    torchrun --nproc_per_node=8 diloco.py --size gpt2-xl --dtype bf16 --batch 64 --inner-steps 50 --steps 500
+    torchrun --nproc_per_node=2 more/diloco.py
+    torchrun --nproc_per_node=8 more/diloco.py --size gpt2-xl --dtype bf16 --batch 64 --inner-steps 50
     It prints a line for each H steps, with means over these steps and over all ranks. The norm is the mean of
     the norms of the ranks' own gradients.
 

@@ -31,8 +31,8 @@ Sent (bytes to and from the server, in N pushes: one printed line)
     send    2NwP    in each push the gradients, and before it the weights that were pulled
 
 Run
-    python dp_async.py --mode asp --workers 4 --slow 4
-    python dp_async.py --mode ssp --staleness 2 --workers 8 --size gpt2 --dtype bf16 --batch 64
+    python more/dp_async.py --mode asp --workers 4 --slow 4
+    python more/dp_async.py --mode ssp --staleness 2 --workers 8 --size gpt2 --dtype bf16 --batch 64
 
 Left out
     Servers in other processes, each with a shard of the weights; compressed pushes.

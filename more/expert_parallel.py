@@ -35,8 +35,8 @@ Sent (bytes, by each of N ranks in each step of k microbatches, each of b sequen
     all-reduce    2m(D(N-1)+MXU(N-e)/e)/N       gradients; experts' among the N/e ranks that have the same
 
 Run
-    torchrun --nproc_per_node=2 expert_parallel.py
-    torchrun --nproc_per_node=8 expert_parallel.py --size gpt2 --experts 64 --dtype bf16 --capacity-factor 2
+    torchrun --nproc_per_node=2 more/expert_parallel.py
+    torchrun --nproc_per_node=8 more/expert_parallel.py --size gpt2 --experts 64 --dtype bf16
     To compare runs on different numbers of ranks, use --dtype fp64: where two experts' scores are equal up to
     rounding, rounding decides which of them a token goes to, and from there on the runs differ.
 

@@ -33,7 +33,7 @@ Sent (bytes, by each rank in each step of k microbatches, of b sequences of s to
     all-to-all        4wkM(tbsh/N)(e-1)/e    on average; t experts of a token, h width
 
 Run
-    torchrun --nproc_per_node=4 expert_zero.py --ep 2    (in --dtype fp64 each N gives the same)
+    torchrun --nproc_per_node=4 more/expert_zero.py --ep 2    (in --dtype fp64 each N gives the same)
 
 Left out
     An expert's capacity. Building a model that no device holds unsharded. Not noticed, beside what zero3.py

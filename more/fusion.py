@@ -34,9 +34,9 @@ Sent (bytes, by each of N ranks in each step)
     all-reduce    2mP(N-1)/N    in a ring
 
 Run
-    torchrun --nproc_per_node=2 fusion.py
-    torchrun --nproc_per_node=8 fusion.py --size gpt2 --dtype bf16 --batch 64
-    torchrun --nproc_per_node=2 fusion.py --plain attention loss    (these are then not fused)
+    torchrun --nproc_per_node=2 more/fusion.py
+    torchrun --nproc_per_node=8 more/fusion.py --size gpt2 --dtype bf16 --batch 64
+    torchrun --nproc_per_node=2 more/fusion.py --plain attention loss    (these are then not fused)
 
 Left out
     Kernels in CUDA or triton, dropout, other masks than the causal one.

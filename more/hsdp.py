@@ -23,8 +23,8 @@ Sent (bytes, by each rank in each step of k microbatches)
     all-reduce        2w(P/F)(N-F)/N            in a ring, between nodes; in the last microbatch only
 
 Run
-    torchrun --nproc_per_node=4 hsdp.py
-    torchrun --nproc_per_node=8 hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
+    torchrun --nproc_per_node=4 more/hsdp.py
+    torchrun --nproc_per_node=8 more/hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
     Buffers are not averaged. Each step must use all parameters. A sharded weight is NaN. Not noticed: an

@@ -28,8 +28,8 @@ Sent (bytes, by each rank in each step; the mean over ranks)
     broadcast     wP(N-1)/N
 
 Run
-    torchrun --nproc_per_node=2 muon.py
-    torchrun --nproc_per_node=8 muon.py --size gpt2-xl --dtype bf16 --batch 64
+    torchrun --nproc_per_node=2 more/muon.py
+    torchrun --nproc_per_node=8 more/muon.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
     The paper's own way (section 2.3), in which matrices are cut, gathered, and orthogonalized by all ranks.

@@ -38,8 +38,8 @@ Sent (bytes, by each rank in each step of k microbatches; "down" to its host, "u
     (gloo's own reduce-scatter sends twice as much.)
 
 Run
-    torchrun --nproc_per_node=2 offload.py --params --device cpu --link-gbps 0.1
-    OMP_NUM_THREADS=8 torchrun --nproc_per_node=8 offload.py --size gpt2-xl --dtype bf16 --batch 64
+    torchrun --nproc_per_node=2 more/offload.py --params --device cpu --link-gbps 0.1
+    OMP_NUM_THREADS=8 torchrun --nproc_per_node=8 more/offload.py --size gpt2-xl --dtype bf16 --batch 64
     Without a GPU the device is the CPU, too, and --link-gbps makes the copies as slow as over a link. With
     GPUs set OMP_NUM_THREADS to cores / GPUs: without it, torchrun gives each update one core.
 

@@ -36,8 +36,8 @@ Sent (bytes, by the rank that sends most, in each step of k microbatches, along 
     L blocks of the last stage, h width, v vocabulary; b sequences of s tokens; m = 4, in fp64 8
 
 Run
-    torchrun --nproc_per_node=8 parallel_3d.py
-    torchrun --nproc_per_node=8 parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16  # 25 is odd
+    torchrun --nproc_per_node=8 more/parallel_3d.py
+    torchrun --nproc_per_node=8 more/parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
 
 Left out
     Refused: a second clip_grad_norm_() without update(); frozen parameters; targets to ignore, such as -100.

@@ -27,8 +27,8 @@ Sent (bytes, by the busiest rank in each step; k microbatches of b sequences of 
     send          min(4,2N-2)kwbsh           outputs and gradients of two stages: 4kwbsh, from 3 ranks on
 
 Run
-    torchrun --nproc_per_node=2 pipeline_v.py --accum 8
-    torchrun --nproc_per_node=8 pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
+    torchrun --nproc_per_node=2 more/pipeline_v.py --accum 8
+    torchrun --nproc_per_node=8 more/pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
     Refused: messages of several tensors or shapes; other numbers of microbatches than the schedule has; a

@@ -41,8 +41,8 @@ Sent (bytes in each step of k microbatches, of b sequences on each trainer)
     all-reduce        4kwNbsLh(t-1)/t    by each server: L layers, h width, s context
 
 Run
-    torchrun --nproc_per_node=4 reshard.py --how direct
-    torchrun --nproc_per_node=8 reshard.py --servers 2 --batch 18 --how rank0
+    torchrun --nproc_per_node=4 more/reshard.py --how direct
+    torchrun --nproc_per_node=8 more/reshard.py --servers 2 --batch 18 --how rank0
 
 Left out
     Serving while new weights arrive. Servers wait, as they receive into the weights that they use. A second

@@ -24,10 +24,10 @@ Sent (bytes that a rank of a ring sends in a step; a save sends a few numbers)
     all-gather    wP(N-1)/N
 
 Run
-    torchrun --nproc_per_node=4 resume.py --checkpoint checkpoints --every 5    (then on 2, with --steps 40)
+    torchrun --nproc_per_node=4 more/resume.py --checkpoint checkpoints --every 5    # then on 2
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    (else restarted ranks find the dead ones' addresses, and
                                                    torchrun must restart all of them once more)
-    torchrun --standalone --nproc_per_node=8 --max-restarts=3 resume.py --size gpt2-xl --checkpoint xl
+    torchrun --standalone --nproc_per_node=8 --max-restarts=3 more/resume.py --size gpt2-xl --checkpoint xl
 
 Left out
     ZeRO-1's reduce-scatter. Buffers, schedules and random states. The steps after the last multiple of

@@ -28,8 +28,8 @@ Sent (bytes, by each rank in each step of k microbatches)
     all-reduce        2(rw+kbsm)(N-1)/N          gradients of what is replicated; a number of each loss
 
 Run
-    torchrun --nproc_per_node=2 sequence_parallel.py
-    torchrun --nproc_per_node=8 sequence_parallel.py --size gpt2-xl --heads 40 --dtype bf16  # N divides 40
+    torchrun --nproc_per_node=2 more/sequence_parallel.py
+    torchrun --nproc_per_node=8 more/sequence_parallel.py --size gpt2-xl --heads 40 --dtype bf16
 
 Left out
     Refused: targets to ignore, such as -100; an embedding's padding_idx or max_norm; autocast, in backward.

@@ -27,9 +27,9 @@ Sent (bytes that a rank of a ring sends in a step)
     holds up to twice their bytes extra, and the newcomer up to four times.
 
 Run
-    python survive.py --workers 4 --kill 1@5 2@9 --join 12
-    python survive.py --workers 4 --size small --steps 200    then send -9, -STOP or -CONT to a PID it prints
-    torchrun --nproc_per_node=8 survive.py                    plain data parallelism: a death ends the job
+    python more/survive.py --workers 4 --kill 1@5 2@9 --join 12
+    python more/survive.py --workers 4 --size small --steps 200  # then send -9 or -STOP to a PID it prints
+    torchrun --nproc_per_node=8 more/survive.py               plain data parallelism: a death ends the job
 
 Left out
     Overlap and buckets (ddp.py); shards, which would need copies; launchers on several nodes. NCCL among the

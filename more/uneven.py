@@ -32,8 +32,8 @@ Sent (bytes, by each of N ranks in each step)
     Also three numbers: the step's tokens, its microbatches (for which the host waits), and its loss.
 
 Run
-    torchrun --nproc_per_node=2 uneven.py
-    torchrun --nproc_per_node=8 uneven.py --size gpt2-xl --dtype bf16 --batch 64 --order balanced --pack
+    torchrun --nproc_per_node=2 more/uneven.py
+    torchrun --nproc_per_node=8 more/uneven.py --size gpt2-xl --dtype bf16 --batch 64 --order balanced --pack
 
 Left out
     Kernels that skip what the mask hides: here attention computes all s x s scores of a row, hidden or not.

@@ -29,8 +29,8 @@ Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s 
     all-reduce    min(1,N-1)wvh               gradients of the embedding, which the head uses as its weight
 
 Run
-    torchrun --nproc_per_node=2 zero_bubble.py --accum 8
-    torchrun --nproc_per_node=8 zero_bubble.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
+    torchrun --nproc_per_node=2 more/zero_bubble.py --accum 8
+    torchrun --nproc_per_node=8 more/zero_bubble.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
     Refused: messages of several tensors or shapes; gradients that add up over several step(); other

@@ -28,8 +28,8 @@ Sent (bytes, by each rank in each step)
     all-gather     kwbshL(N-1)/N    in a ring; k microbatches; offload: also kwbshL/N to the host, and back
 
 Run
-    torchrun --nproc_per_node=2 zero_r.py
-    torchrun --nproc_per_node=8 zero_r.py --size gpt2 --dtype bf16 --policy offload
+    torchrun --nproc_per_node=2 more/zero_r.py
+    torchrun --nproc_per_node=8 more/zero_r.py --size gpt2 --dtype bf16 --policy offload
 
 Left out
     ZeRO-R's buffers of constant size, and its defragmentation (6.2, 6.3).
