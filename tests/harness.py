@@ -10,6 +10,7 @@ import io
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +29,8 @@ TEXT = "LICENSE"  # relative to the checkout, whose own path may have spaces
 # 12: ranks 1 to 4 can share the heads, and no unit's size is a multiple of 8
 TINY = f"--layers 3 --heads 12 --width 36 --context 16 --steps 3 --batch 12 --data {TEXT}"
 FORK = multiprocessing.get_context("forkserver")
+QUIET = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+NO_NAMESPACES = subprocess.call("unshare --net ip link && tc -V", shell=True, **QUIET)  # or no root
 # The fork server lacks pytest's path.
 sys.path += [f"{ROOT}/{part}" for part in ("more", "tools", "bench", "site")]
 import promises  # noqa: E402, F401 which preloads less: the last who asks for that is heard

@@ -21,6 +21,7 @@ from torch.distributed import run
 from tests.checks import refused
 from tests.harness import (
     FORK,
+    NO_NAMESPACES,
     ROOT,
     TINY,
     Lesson,
@@ -52,7 +53,6 @@ FLAGS = f"{TINY} --batch 24 --clip 0.5 --lr 0.01 --dtype fp64"
 SIZES = (1, 2, 3, 4, 8)
 PIPES = {"capture_output": True, "text": True, "timeout": 200}
 QUIET = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
-NO_NAMESPACES = subprocess.call("unshare --net ip link && tc -V", shell=True, **QUIET)
 TORCHRUN = ["--nproc_per_node=2", "--max-restarts=1", "--local-addr=127.0.0.1", "--rdzv-id=1"]
 TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # these three are --standalone
 

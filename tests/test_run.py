@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import conftest
-from tests.harness import ROOT
+from tests.harness import NO_NAMESPACES, ROOT
 
 # A python3 of some version that lacks some module; its venv has pip, whose install brings all.
 FAKE = """#!/bin/sh
@@ -265,7 +265,7 @@ def test_hosts_are_refused_in_a_line(arguments):
     assert done.returncode == 2 and re.fullmatch("usage: bench/hosts.sh HOSTS RATE .*\n", done.stderr), done
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="namespaces need Linux and root")
+@pytest.mark.skipif(NO_NAMESPACES, reason="needs Linux, root, ip and tc")
 @pytest.mark.parametrize("name, twice", [("INT", True), ("TERM", False), ("HUP", True)])
 def test_hosts_leave_nothing_behind(name, twice, tmp_path):
     """Nor does whoever starts them, however it is told to end."""
