@@ -151,3 +151,11 @@ def test_python_on_use_md_runs(tmp_path, monkeypatch):
     for code in snippets:
         exec(code, {})
     assert snippets
+
+
+def test_readmes_first_table_is_that_of_a_whole_run():
+    run = (ROOT / "docs/results/run.md").read_text()
+    for name in ("single", "ddp", "zero1", "zero2", "zero3"):
+        cells = re.split(r" {2,}", re.search(rf"^{name}  .*", run, re.M)[0])
+        measured = [cells[2]] + [cell.split(" / ")[0] for cell in (*cells[4:7], cells[8])]
+        assert re.search(rf"^{name}  .*", README, re.M)[0].split() == [name, *measured]
