@@ -22,22 +22,7 @@ refuse() { # in one line that says what to change
     echo "run.sh: $*" >&2
     exit 2
 }
-[ -f tools/compare.py ] || refuse "$PWD is no checkout of rankzero; call run.sh by its own path, no link"
-
-# README's table is the list of lessons, in reading order: ddp, more/hsdp, ...
-LESSONS=$(sed -n 's/^| \[`[^`]*`\](\([a-z0-9_/]*\)\.py).*/\1/p' README.md)
-
-path_of() { # NAME, with or without .py
-    local lesson
-    for lesson in $LESSONS; do
-        if [ "${lesson#more/}" = "${1%.py}" ]; then echo "$lesson.py" && return; fi
-    done
-    refuse "no lesson '${1%.py}'; choose from:" ${LESSONS//more\//}
-}
-
-special() { # NAME CONSTANT: what tests/test_NAME.py sets it to, in one line (see tools/lessons.py)
-    sed -n "s/^$2 = \"\(.*\)\"$/\1/p" "tests/test_$1.py" 2>/dev/null || true
-}
+[ -f tools/run.py ] || refuse "$PWD is no checkout of rankzero; call run.sh by its own path, no link"
 
 # Set $python to a Python that has all packages of a requirements file: on PATH, or .venv, made if need be.
 set_up() {
@@ -69,7 +54,7 @@ test)
     case "${1:-}" in
     "" | -* | *::* | */*) ;; # for pytest
     learn | learn.py) set -- tests/test_learn.py "${@:2}" ;;
-    *) path_of "$1" >/dev/null && set -- --lesson "${1%.py}" "${@:2}" ;;
+    *) set -- --lesson "${1%.py}" "${@:2}" ;;
     esac
     set_up requirements-dev.txt "torch numpy pytest pytest-xdist jinja2 markdown pygments"
     export OMP_NUM_THREADS=1
@@ -105,92 +90,5 @@ gpu)
     ;;
 esac
 
-[ $# -gt 0 ] || set -- ${LESSONS//more\//}
-for lesson; do path_of "$lesson" >/dev/null; done
-for flag in --json --save; do
-    [[ " ${FLAGS:-} " != *" $flag"[\ =]* ]] ||
-        refuse "FLAGS: $flag is run.sh's own: see runs/LESSON.json and .pt"
-done
 set_up requirements.txt "torch numpy"
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ "$gpus" -gt 0 ]; then
-    gpus=$(echo "$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c '[^ ]' || true)
-fi
-ranks=${NPROC:-$((gpus > 0 ? gpus : 4))}
-[[ $ranks =~ ^[1-9][0-9]*$ ]] || refuse "NPROC='$ranks': must be a number of ranks"
-if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then # they take turns on a GPU: see docs/one_gpu.md
-    export NCCL_ALGO=${NCCL_ALGO:-Ring} NCCL_PROTO=${NCCL_PROTO:-Simple}
-fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Ranks meet on the loopback interface, so that this host's own name need not resolve.
-torchrun="$python -m torch.distributed.run --local-addr=127.0.0.1 --nproc_per_node=$ranks"
-if [ "$(uname)" = Darwin ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo0}; fi
-flags="--batch $((4 * ranks)) --steps 10 ${FLAGS:-}" # the same text, batches and steps for all
-
-mkdir -p runs
-if ! (set -C && echo $$ >runs/pid) 2>/dev/null; then # one run at a time writes to runs/
-    other=$(cat runs/pid)
-    ! kill -0 "$other" 2>/dev/null ||
-        refuse "process $other writes to runs/: wait for its end (or delete runs/pid)"
-    echo $$ >runs/pid
-fi
-trap 'rm -f runs/pid' EXIT
-for lesson in $LESSONS; do
-    for name in "${lesson#more/}"{,-alone,-split}; do rm -f "runs/$name".{json,pt,log}; done
-done
-rm -rf runs/begun
-
-run() { # NAME COMMAND ...; what it prints goes to runs/NAME.log
-    echo "${*:2}" >"runs/$1.log"
-    set -- "$@" --json "runs/$1.json" --save "runs/$1.pt"
-    finish ${LIMIT:+$python bench/limit.py $LIMIT} "${@:2}" >>"runs/$1.log" 2>&1 && return
-    echo "exit code $?" >>"runs/$1.log"
-    rm -f "runs/$1.json" "runs/$1.pt" # a command that failed has no result
-}
-
-finish() { # COMMAND ...: so that it ends if run.sh is ended
-    "$@" &
-    child=$!
-    wait $child
-}
-
-run_plain() { # NAME COMMAND ...: what a lesson is compared with, and the same with one sequence at a time
-    local batch
-    run "$@"
-    batch=$(sed -n 's/.* | batch \([0-9]*\) = .*/\1/p' "runs/$1.log")
-    case "$*" in *fp64* | *-alone*single.py*) return ;; esac # fp64 rounds too little, single.py did it before
-    run "${1%-alone}-split" "${@:2}" --accum "$batch"
-}
-
-run_lesson() { # NAME, by what its tests say of it: docstring of tools/lessons.py
-    local path plain before command
-    path=$(path_of "$1")
-    plain=$(special "$1" PLAIN)
-    before=$(special "$1" BEFORE)
-    command=$(special "$1" RUN)
-    command=" ${command:-torchrun LESSON} "
-    if [ -n "$plain" ]; then # not single.py's run
-        set -- "$1" "$(path_of "${plain%% *}")" ${plain#"${plain%% *}"}
-        run_plain "$1-alone" $python tools/ledger.py "${@:2}" $flags
-    fi
-    [ -z "$before" ] || finish $python $path $flags ${before#*LESSON} >"runs/$1-before.log" 2>&1 || true
-    command=${command/ python / $python }
-    command=${command/ torchrun / $torchrun }
-    command=${command/ N / $ranks }
-    run "$1" ${command/ LESSON / tools/ledger.py $path } $flags
-}
-
-run_all() { # and print the name of each as it ends
-    trap 'kill $child 2>/dev/null || true; wait; exit 1' HUP INT TERM
-    run_plain single $python tools/ledger.py single.py $flags
-    echo single
-    [ -f runs/single.pt ] || return
-    for lesson; do
-        if [ "$lesson" != single ]; then run_lesson "$lesson" && echo "$lesson"; fi
-    done
-}
-
-run_all "${@%.py}" | "$python" tools/compare.py runs - &
-end='trap "" HUP INT TERM; kill $(jobs -p) $! 2>/dev/null || true; wait; exit 143' # torchruns, too
-trap "$end" HUP INT TERM
-wait $!
+exec "$python" tools/run.py "$@"

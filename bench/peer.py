@@ -4,7 +4,6 @@ A peer trains a lesson's model on the same batches, by other means. step(batches
 weights() the plain model's state_dict.
 """
 
-import importlib
 from contextlib import nullcontext
 
 import torch
@@ -41,13 +40,29 @@ class Peer:
         return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors}
 
 
+class MasterWeights:
+    """An optimizer's steps on fp32 copies of bf16 weights."""
+
+    def __init__(self, optimizer_class, params, **options):
+        self.params = list(params)
+        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
+        self.optimizer = optimizer_class(self.masters, **options)
+
+    @torch.no_grad()
+    def step(self):
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.float()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
+
+
 def plain(wrap, lesson, config, device):
     """The model as wrap() returns it, and an optimizer of all weights; in bf16 with fp32 masters."""
     model = new_model(lesson, config, device)
     optimizer = lesson.OPTIMIZERS[config.optim]
     if config.dtype == "bf16":
-        masters = importlib.import_module("ddp").MasterWeights
-        optimizer = masters(optimizer, model.parameters(), lr=config.lr, fused=True)
+        optimizer = MasterWeights(optimizer, model.parameters(), lr=config.lr, fused=True)
     else:
         optimizer = optimizer(model.parameters(), lr=config.lr, fused=True)
     return Peer(lesson, config, model, wrap(model), optimizer)

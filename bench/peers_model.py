@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from peer import AllReduced, Peer, alone, clip_and_step, new_model, squared_norm
+from peer import AllReduced, Peer, clip_and_step, new_model, squared_norm
 from peers_data import half_policy
 from torch import nn
 from torch.distributed import pipelining
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 
 class DTensors(Peer):
@@ -312,19 +312,14 @@ class Mesh3D(Peer):
 
 
 def checkpointed(lesson, config, device):
-    """torch.utils.checkpoint around the lesson's blocks, which keeps the same operators' outputs."""
-    peer = alone(lesson, config, device)
-    options = {}
-    if config.policy == "selective":
-
-        def policy(context, operator, *args, **kwargs):
-            keep = operator.overloadpacket in lesson.EXPENSIVE
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    if config.policy != "none":
-        for block in peer.model.blocks[:: config.every]:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    """torch.utils.checkpoint in place of the lesson's, and one all-reduce of all gradients."""
+    peer = AllReduced(lesson, config, device)
+    lesson.checkpoint = partial(checkpoint, use_reentrant=False)
+    for block in peer.model.blocks:
+        if config.policy == "selective":
+            block.forward = partial(lesson.selective, block)
+        elif config.policy != "none":
+            block.forward = partial(lesson.checkpoint, block.forward)
     return peer
 
 

@@ -153,6 +153,11 @@ class Rank:
         self.objects("all_gather_object", group, None)
         objects[:] = [own] * len(objects)
 
+    def gather_object(self, own, objects=None, dst=0, group=None):
+        self.objects("gather_object", group, None)
+        if objects:
+            objects[:] = [own] * len(objects)
+
     def broadcast_object_list(self, objects, src=None, group=None, device=None):
         self.objects("broadcast_object_list", group, device)
 
@@ -175,7 +180,7 @@ class Rank:
             (dist, "batch_isend_irecv"): self.batch,
             (dist, "P2POp"): Message,
             (dist, "all_gather_object"): self.all_gather_object,
-            (dist, "gather_object"): lambda own, into, group: self.all_gather_object(into or [], own, group),
+            (dist, "gather_object"): self.gather_object,
             (dist, "broadcast_object_list"): self.broadcast_object_list,
             (dist, "barrier"): lambda group=None, **_: self.objects("barrier", group, None),
             (distributed_c10d, "_new_group_with_tag"): make_group,

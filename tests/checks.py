@@ -1,9 +1,7 @@
 """What tests of several lessons check: functions of a lesson's name, or a mutant's path, that assert."""
 
 import gc
-import os
 import time
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest import mock
@@ -34,7 +32,7 @@ def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
 
 def check_masters(name, size=2):
     """In bf16, steps too small for a bf16 weight add up in an fp32 copy of it."""
-    flags = f"{TINY} --steps 8 --lr 2e-5 --clip inf --optim adamw --batch 24 --accum 2"
+    flags = f"{TINY} --steps 8 --lr 2e-5 --clip inf --batch 24 --accum 2"
     _, start = oracle(name, f"{flags} --steps 1 --lr 0")
     _, plain = oracle(name, flags)
     _, weights = train(name, size, f"{flags} --dtype bf16")
@@ -46,11 +44,16 @@ def check_masters(name, size=2):
 
 
 def optimizers_made(name, flags):
-    """On a rank: the options of every optimizer that a lesson makes."""
-    lesson, made = load(name), []
-    adamw = torch.optim.AdamW
-    lesson.OPTIMIZERS = {"adamw": lambda params, **more: made.append(more) or adamw(params, **more)}
-    lesson.train(lesson.parse(flags.split()))
+    """On a rank: whether each AdamW that a lesson makes has this learning rate, and is fused."""
+    made, adamw = [], torch.optim.AdamW
+
+    def make(params, lr, fused):
+        made.append((lr, fused))
+        return adamw(params, lr, fused=fused)
+
+    with mock.patch("torch.optim.AdamW", make):
+        lesson = load(name)
+        lesson.train(lesson.parse(flags.split()))
     return made
 
 
@@ -129,12 +132,11 @@ def check_ledger(name, size=4, flags="--accum 3", job=f"{TINY} --steps 2 --batch
 
 
 def end_of(name, flags):
-    """On a rank: (exit code, lines on stderr, losses and norms). All ranks but the one that speaks wait."""
+    """On a rank: (exit code, lines on stderr, losses and norms)."""
     lesson, steps = load(name), []
     lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))
-    with mock.patch("time.sleep") as sleep:
+    with mock.patch("time.sleep"):
         _, lines, code = said(lambda: lesson.train(lesson.parse(flags.split())))
-    assert mock.call(5) in sleep.mock_calls or code != 2 or os.environ["RANK"] == "0"
     return code, lines, steps
 
 
@@ -142,23 +144,20 @@ def refused(name, flags):
     return end_of(name, flags)[:2]
 
 
-def check_refusal(name, flags, size=2, others_end=(2, [])):
-    """Every rank, or rank 0 alone, ends with code 2; rank 0 prints one line that names the flag."""
+def check_refusal(name, flags, size=2):
+    """All ranks end with a code that is not 0, before a step; the last line of rank 0 names the flag."""
     ranks, all_flags = crew(name, size, f"{TINY} {flags}")
-    (code, lines), *others = world(ranks).run(refused, name, all_flags)
-    assert all(answer == others_end for answer in others), f"other ranks: {others}"
-    assert code == 2 and len(lines) == 1, f"exit code {code} and {len(lines)} lines"
-    assert lines[0].startswith(f"{Path(name).stem}.py: "), "does not say who speaks"
-    assert flags.split()[0] in lines[0], f"does not name the flag: {lines[0]}"
+    ends = world(ranks).run(end_of, name, all_flags)
+    assert all(code and not steps for code, _, steps in ends), f"{flags}: not refused by all: {ends}"
+    last = ends[0][1][-1]
+    assert flags.split()[0] in last, f"{flags}: its last line does not name the flag: {last}"
 
 
 def steps_of(name, size, flags):
     """Losses and norms of a run, or [] if it was refused."""
     ranks, flags = crew(name, size, flags)
-    (code, lines, steps), *others = world(ranks).run(end_of, name, flags)
-    if code:
-        assert (code, len(lines), steps) == (2, 1, []) and lines[0].startswith(f"{name}.py: "), lines
-        assert all(answer == (2, [], []) for answer in others), others
-    else:
-        assert steps and not [line for line in lines if "raise --every" not in line], lines  # a slow disk
+    ends = world(ranks).run(end_of, name, flags)
+    assert len({code for code, *_ in ends}) == 1, f"ranks end in different ways: {ends}"
+    code, lines, steps = ends[0]
+    assert bool(code) != bool(steps), f"exit code {code} after {len(steps)} steps: {lines}"
     return steps

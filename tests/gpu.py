@@ -43,7 +43,8 @@ def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
     name = Path(path).stem
     flags = flags if run_of(name)[0] else crew(name, size, flags)[1]
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"{TINY} --width 96 --vocab 264 --layers 2 --steps 2 --accum {accum} {flags}"
+        layers = max(2, size)  # which may be stages
+        flags = f"{TINY} --width 96 --vocab 264 --layers {layers} --steps 2 --accum {accum} {flags}"
         # Autograd has a thread for the first simulated GPU, but none for the others of dp_threads.py.
         with torch.autograd.set_multithreading_enabled("--no-threads" not in flags):
             gpu = Streams(path, rank, size).run(flags.replace("FOLDER", folder), main)
@@ -88,17 +89,18 @@ def orders_of(name):
 
 
 def set_up_with(path, gpus, ranks, rank, hostid):
-    """What a rank of so many on a host with so many GPUs sets up: (device, backend, NCCL_HOSTID)."""
+    """What a rank of so many on a host with so many GPUs chooses: (GPU or None, backend, NCCL_HOSTID)."""
     lesson = load(path)
     env = {"RANK": 8 + rank, "WORLD_SIZE": 16, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
     cuda = mock.patch.multiple(torch.cuda, device_count=lambda: gpus, set_device=mock.Mock())
-    world = {"is_initialized": lambda: False, "get_rank": lambda: 1, "init_process_group": mock.Mock()}
-    with cuda, mock.patch.multiple(dist, **world), mock.patch.dict(os.environ):
+    with cuda, mock.patch.object(dist, "init_process_group"), mock.patch.dict(os.environ):
         os.environ.pop("NCCL_HOSTID", None)
         os.environ.update({key: str(value) for key, value in env.items()})
         os.environ.update({"NCCL_HOSTID": hostid} if hostid else {})
-        device, _ = lesson.set_up(lesson.parse(["--batch", "64"]))
-        return str(device), *dist.init_process_group.call_args[0], os.environ.get("NCCL_HOSTID")
+        assert lesson.join_world().type == ("cuda" if gpus else "cpu"), "another kind of device"
+        assert not gpus or torch.cuda.set_device.called, "no GPU is set"
+        chosen = torch.cuda.set_device.call_args[0][0] if gpus else None
+        return chosen, *dist.init_process_group.call_args[0], os.environ.get("NCCL_HOSTID")
 
 
 def check_shared(path):
@@ -114,7 +116,7 @@ def check_shared(path):
         for rank in range(ranks):
             device, backend, hostid = set_up_with(path, gpus, ranks, rank, given)
             where = f"{gpus} GPUs, {ranks} ranks"
-            assert device == (f"cuda:{rank % gpus}" if gpus else "cpu"), f"{where}: another device"
+            assert device == (rank % gpus if gpus else None), f"{where}: another GPU"
             assert backend == ("nccl" if gpus else "gloo"), f"{where}: another backend"
             expected = given or (str(8 + rank) if 0 < gpus < ranks else None)
             assert hostid == expected, f"{where}: another host"

@@ -190,6 +190,6 @@ def replay(path, size, flags, main=None):
     events = []
     for rank in range(size):
         recorder = Recorder(path, rank, size)
-        events.append(recorder.run(f"--device cpu {flags}".replace("RANK", str(rank)), main).events)
+        events.append(recorder.run(flags.replace("RANK", str(rank)), main).events)
     Replay(events)
     Replay(events, one_queue=True)

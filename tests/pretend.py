@@ -87,7 +87,7 @@ class Gpu(TorchDispatchMode, Rank):
         self.hold(not host, f"{launch.where}: a tensor of the host over NCCL")
 
     def objects(self, name, group, device):
-        ready = self.backend(group) != "nccl" or self.current_device or device
+        ready = self.backend(group) != "nccl" or self.current_device is not None or device
         self.hold(ready, f"{self.where()}: {name} over NCCL before torch.cuda.set_device")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -178,6 +178,8 @@ class Gpu(TorchDispatchMode, Rank):
         gpu = {
             "device_count": lambda: 8,
             "default_generators": (),
+            "get_rng_state": lambda: None,
+            "set_rng_state": lambda state: None,
             "Stream": partial(Stream, self),
             "stream": self.on_stream,
             "set_stream": self.set_stream,

@@ -5,14 +5,22 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from tests.checks import check_ledger
+from tests.checks import check_masters, check_parity
 from tests.gpu import check_gpu, check_order
-from tests.harness import Lesson, holds, load, mutants, on_ranks
+from tests.harness import Lesson, error_of, holds, load, mutants, on_ranks
+
+NAIVE = "--naive"
+
+
+def slack(root, block, size, flags):
+    """Gradients: the first buckets leave before others have theirs."""
+    return root + 3 * block, 0
+
 
 LESSON = Lesson(
-    variants=("--no-overlap", "--bucket-cap-mb 0.02"),
-    own={"--bucket-cap-mb": ("0 0.02 1", "-1 nan x")},
-    bad=("--batch 7",),
+    variants=("--naive", "--buckets 1", "--buckets 100"),
+    own={"--buckets": ("1 5 100", "x")},
+    slack=slack,
     races=("",),
 )
 
@@ -23,7 +31,7 @@ def check_events(name, order, expected):
     layers = [nn.Linear(4, 4, bias=False) for _ in order]
     module = nn.ModuleList(layers)
     module.forward = nn.Sequential(*(layers[i] for i in order)).forward
-    ddp = load(name).DDP(module, bucket_cap_mb=0)
+    ddp = load(name).DDP(module, n_buckets=99)
     log = []
     number = {param: i for i, param in enumerate(ddp.module.parameters())}
     for param, i in number.items():
@@ -36,9 +44,7 @@ def check_events(name, order, expected):
             log.clear()
             ddp(torch.ones(2, 4)).sum().backward()
         log.append("end")
-        ddp.clip_grad_norm_(1.0)
-        views = {param: view for bucket in ddp.buckets for param, view in bucket.grad_views.items()}
-        assert all(param.grad is views[param] for param in number), "gradients are not views of buckets"
+        ddp.finish_all_reduces()
         ddp.zero_grad()
     assert ", ".join(log) == expected, f"another order: {', '.join(log)}"
 
@@ -49,52 +55,54 @@ ORDERS = [  # of layers; a bucket leaves when it is full and those before it hav
 ]
 check_orders = [partial(check_events, order=order, expected=expected) for order, expected in ORDERS]
 
-MIB = 2**18  # elements
-BUCKETS = [  # parameters' elements, MiB, parameters of each bucket
-    ([MIB // 4] * 40, None, [8, 8, 8, 8, 8], "fifths"),
-    ([MIB * 25 // 2] * 20, None, [2] * 10, "25"),
-    ([MIB // 2] * 8, 2, [4, 4], "2"),
-]
-
 
 @on_ranks(1)
 def check_buckets(name):
-    for numels, cap, expected, size in BUCKETS:
-        frozen = nn.Parameter(torch.empty(1), requires_grad=False)
-        model = nn.ParameterList([frozen, *(nn.Parameter(torch.empty(numel)) for numel in numels)])
-        buckets = [bucket.params for bucket in load(name).DDP(model, cap).buckets]
+    """They are about equal, and hold the last parameters first."""
+    for n_buckets, expected in (1, [10]), (5, [3, 3, 3, 1]), (99, [1] * 10):
+        model = nn.ParameterList(nn.Parameter(torch.empty(8)) for _ in range(10))
+        buckets = [bucket.params for bucket in load(name).DDP(model, n_buckets).buckets]
         sizes = [len(params) for params in buckets]
-        assert sizes == expected, f"not {size} MiB: {sizes}"
-        assert buckets[0][0] is model[-1] and buckets[-1][-1] is model[1], "not as gradients land"
+        assert sizes == expected, f"{n_buckets} buckets of {sizes} parameters"
+        assert buckets[0][0] is model[-1] and buckets[-1][-1] is model[0], "not as gradients land"
 
 
-test_each_promise_is_kept = holds("ddp", *check_orders, check_buckets)
+@on_ranks(2)
+def check_unreached(name):
+    """A parameter that backward does not reach is an error, and no silent difference between ranks."""
+    ddp = load(name).DDP(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), 5)
+    ddp.module[0](torch.ones(2)).sum().backward()
+    assert "backward has not reached" in error_of(ddp.finish_all_reduces), "passes in silence"
+
+
+test_each_promise_is_kept = holds("ddp", *check_orders, check_buckets, check_unreached)
+naive = partial(check_parity, own_flags="--naive")
+LEAVES = """        while self.n_sent < len(self.buckets) and self.buckets[self.n_sent].missing == 0:
+            self.buckets[self.n_sent].start_all_reduce()
+"""
 MUTANTS = [
-    ("while self.waiting and not self.waiting[0].pending:\n            self.waiting.popleft().start",
-     "if not bucket.pending:\n            self.waiting.remove(bucket)\n            bucket.start",
-     check_orders[1], "another order"),
+    (LEAVES, "        if bucket.missing == 0:\n            bucket.start_all_reduce()\n", check_orders[1],
+     "another order"),
     ("in reversed(params)", "in params", check_buckets, "not as gradients land"),
-    ("/ 5 / 2**20", "/ 4 / 2**20", check_buckets, "not fifths"),
-    ("        param.grad = view", "        pass", check_orders[1], "not views of buckets"),
-    ("master.grad = None", "pass", partial(check_ledger, size=2, flags="--dtype bf16"), "gradients: +"),
+    ("numel() > limit", "numel() > 2 * limit", check_buckets, "parameters"),
+    ("        if not self.is_last_backward:\n", "        if False:\n", check_parity, "differ"),
+    ("= i == config.accum", "= i == 1", check_parity, "differ"),
+    ("self.n_sent == len(self.buckets), ", "True, ", check_unreached, "in silence"),
+    ("            param.grad = part.view_as(param)", "            pass", check_parity, "differ"),
+    ("        dist.all_reduce(param.grad)", "        pass", naive, "differ"),
+    ("/ (config.accum * world_size)", "/ config.accum", check_parity, "differ"),
+    ("        dist.all_reduce(total_loss)", "        pass", check_parity, "losses differ"),
+    ("detach().to(wide(param.dtype))", "detach()", check_masters, "moved by"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "ddp")
 GPU_MUTANTS = [
+    ("norm.to(params[0].dtype))", "norm.to(params[0].dtype) + 0 * norm.item())", check_gpu, "the host waits"),
+    ("        self.work.wait()\n", "", check_gpu, "what a collective still"),
     (
-        "ddp pipeline",
-        "torch.cuda.set_device(device if gpus else -1)",
-        "pass",
-        check_gpu,
-        "over NCCL before torch.cuda.set_device",
-    ),
-    ("ddp", "all_reduce(self.flat_grad,", "all_reduce(self.flat_grad.cpu(),", check_gpu, "of the host"),
-    ("ddp", "        self.work.wait()\n", "", check_gpu, "uses what a collective still"),
-    (
-        "ddp",
-        "dist.all_reduce(loss)",
-        "if rank == 0:\n            dist.all_reduce(loss)",
+        "        dist.all_reduce(total_loss)",
+        "        rank == 0 and dist.all_reduce(total_loss)",
         check_order,
         "ranks do not meet",
     ),
 ]
-test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS, "ddp")

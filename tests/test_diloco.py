@@ -15,7 +15,7 @@ from tests.harness import Lesson, apart, error_of, holds, load, mutants, on_rank
 from tools.watch import noted
 
 RUN = "torchrun LESSON --inner-steps 1 --outer-lr 1 --outer-momentum 0 --optim sgd --clip inf"
-PLAIN = "single --optim sgd --clip inf"
+PLAIN = "diloco --inner-steps 1 --outer-lr 1 --outer-momentum 0 --optim sgd --clip inf"
 FILM = "--inner-steps 2 --steps 4"
 NORMS = "each rank's own"
 LEARN = "torchrun LESSON --inner-steps 4 --fragments 2 --delay 1 --steps 8"

@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.checks import check_ledger, check_parity
+from tests.fourth import Gate
 from tests.gpu import in_order, together
 from tests.harness import (
     TINY,
@@ -27,7 +28,6 @@ from tests.harness import (
     train_here,
     world,
 )
-from tests.test_zero1 import Gate
 
 RUN = "torchrun LESSON --dtype fp64"
 PLAIN = "expert_parallel --dtype fp64 --ep 1"

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.checks import EXACT, check_ledger, check_masters
+from tests.fourth import check_failed, check_late
 from tests.gpu import check_gpu, check_order
 from tests.harness import Lesson, apart, holds, load, mutants, on_ranks, world
-from tests.test_zero1 import check_failed, check_late
 from tools.watch import noted
 
 PLAIN = "muon"

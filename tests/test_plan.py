@@ -84,7 +84,8 @@ mesh 2 8 / parallel_3d / / --zero 1 --tp 2 --pp 8"""  # row, lesson, flags of bo
 def check_lessons(name):
     """A row has what the docstring says at the letters that tools/ledger.py takes from the lesson."""
     plan, ledger = planner(name), load("tools/ledger")
-    assert plan.SIZES == load("single").SIZES, "other sizes than the lessons'"
+    own = {name: tuple(map(int, shape.split())) for name, shape in plan.SIZES.items()}
+    assert load("single").SIZES.items() <= own.items(), "other sizes than the lessons'"
     for row in re.split("[;\n]", ROWS):
         kind, lesson, both, own = [*map(str.strip, row.split("/")), ""][:4]
         kind, *mesh = kind.split() if "mesh" in kind else [kind]

@@ -1,438 +1,315 @@
-"""What ddp.py, zero1.py, zero2.py and zero3.py promise of any module: sharding, overlap, memory."""
+"""What zero1.py, zero2.py and zero3.py promise of blocks in any use, and when what travels."""
 
-import copy
 from functools import partial
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from tests.checks import check_freed, check_ledger, check_masters, check_parity
+from tests.checks import check_ledger, check_masters, check_parity
 from tests.gpu import check_gpu, check_order
-from tests.harness import Lesson, apart, error_of, holds, load, mutants, on_ranks
+from tests.harness import Lesson, apart, holds, load, mutants, on_ranks
 
-LESSON = Lesson(
-    slack=lambda root, block, size, flags: ((root + 2 * block) / size, block / size * ("--accum" in flags)),
-    races=("",),
-)
+NAIVE = "--naive"
 
 
-STAGES = ("zero1", "zero2", "zero3")
+def slack(root, block, size, flags):
+    """Gradients: what is received, or not yet, of other units when most is there."""
+    return 2 * max(root, block), max(root, block)
 
 
-def wrap(name, model, unit_class, **options):
-    """(lesson, model wrapped by its class, whose parameters() somebody has asked for)."""
-    lesson, wrapper = wrap_only(name, model, unit_class, **options)
-    shards_of(wrapper)
-    return lesson, wrapper
-
-
-def shards_of(wrapper):
-    """What optimizers are given."""
-    if hasattr(wrapper, "matrix_units"):  # muon.py's
-        return wrapper.shards
-    return [*wrapper.parameters()]
-
-
-def wrap_only(name, model, unit_class, **options):
-    lesson, stem = load(name), Path(name).stem
-    if stem == "single":
-        model.clip_grad_norm_ = lambda max_norm: lesson.clip_grad_norm_(model.parameters(), max_norm)
-        return lesson, model
-    classes = {key.lower(): each for key, each in vars(lesson).items()}
-    wrapper = classes["zeromuon" if stem == "muon" else stem]
-    if stem == "hsdp":  # two copies of two ranks, else of one
-        options = {"shard_size": 1 + (dist.get_world_size() == 4)} | options
-    return lesson, wrapper(model, *([] if stem == "ddp" else [unit_class]), **options)
+LESSON = Lesson(variants=("--naive",), slack=slack, races=("",))
+STAGES = "zero1 zero2 zero3"
 
 
 class Part(nn.Module):
-    """A unit of odd sizes, whose output has more than tensors."""
+    """A block of odd sizes, with an embedding of its own."""
 
     def __init__(self):
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(7))
-        self.norm = nn.LayerNorm(7)
-        self.inner = nn.Linear(7, 7)
-        self.inner.weight.data = self.inner.weight.data.T  # not contiguous
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.places = nn.Embedding(4, 7)
+        self.up = nn.Linear(7, 5)
+        self.down = nn.Linear(5, 7, bias=False)
 
     def forward(self, x):
-        x = x + torch.tanh(self.inner(self.norm(x))) * self.frozen
-        return {"x": x * self.gain, "note": "text"}
+        x = x + self.places(torch.arange(x.shape[1]))
+        return x + self.down(torch.tanh(self.up(x)))
 
 
-class Odd(nn.Module):
-    """Units with a tied weight, one used twice, before a recurrent root."""
+class Inner(Part):
+    """It recomputes a part of itself."""
 
-    def __init__(self, how=lambda part, x: part(x)):
+    def forward(self, x):
+        x = x + self.places(torch.arange(x.shape[1]))
+        return x + checkpoint(lambda x: self.down(torch.tanh(self.up(x))), x, use_reentrant=True)
+
+
+def call(block, x):
+    return block(x)
+
+
+class Model(nn.Module):
+    def __init__(self, block=Part, order=(0, 1, 2), how=call):
         super().__init__()
-        self.how = how
-        self.parts = nn.ModuleList(Part() for _ in range(3))
-        self.enter = nn.LSTM(5, 7, batch_first=True)
-        self.parts[2].inner.weight = self.parts[0].inner.weight
-        self.register_buffer("scale", torch.tensor(2.0))
+        torch.manual_seed(0)
+        self.order, self.how = order, how
+        self.tokens = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.fails = False
+        self.double()
 
-    def forward(self, x):
-        x, _ = self.enter(x)
-        for i in (0, 1, 2, 1):
-            x = self.how(self.parts[i], x)["x"]
-        return x * self.scale
-
-
-def optimizer_of(model):
-    return torch.optim.SGD(shards_of(model), lr=0.1, weight_decay=0.1)
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for i in self.order:
+            x = self.how(self.blocks[i], x)
+            assert not self.fails
+        return F.linear(x, self.tokens.weight)
 
 
-# (Which of two backwards are a step's last one, whether it clips, whether it updates.)
-STEPS = [((0, 0), 0, 0), ((1, 1), 0, 0), ((0, 1), 1, 0), ((0, 0), 0, 0), ((0, 1), 1, 1), ((1, 1), 0, 1)]
+again = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+SITUATIONS = {  # (how the model is built, what a step does)
+    "plain": ({}, "f b u"),
+    "accumulation": ({}, "f b f b u"),
+    "evaluation between backward and update": ({}, "f b e u"),
+    "evaluation between forward and backward": ({}, "f e b u e"),
+    "evaluation after update": ({}, "f b u e"),
+    "two forwards, one backward": ({}, "f f b u"),
+    "a forward without a backward": ({}, "f b u d"),
+    "an exception in forward": ({}, "x f b u"),
+    "a block used twice": ({"order": (0, 1, 1, 2)}, "f b f b u"),
+    "another order": ({"order": (2, 0, 1)}, "f b u"),
+    "checkpointed": ({"how": again}, "f b f b u"),
+    "checkpointed, reentrant": ({"how": reentrant}, "f b f b u"),
+    "checkpointed, twice": ({"how": again, "order": (1, 0, 1, 2)}, "f e b f b u"),
+    "checkpointed, reentrant, twice": ({"how": reentrant, "order": (1, 0, 1, 2)}, "f e b u"),
+    "checkpointed, two forwards": ({"how": reentrant}, "f f b u"),
+    "a checkpoint in a block": ({"block": Inner}, "f b u"),
+}
 
 
-def train(model, steps):
-    """Train a wrapped or a plain model as STEPS say, with an evaluation after each backward."""
-    optimizer = optimizer_of(model)
-    clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*model.parameters()]))
-    for step in steps:
-        for lasts, clips, updates in STEPS:
-            for x, is_last in zip(step, lasts):
-                model.is_last_backward = bool(is_last)
-                (getattr(model, "module", model)(x).square().mean() / 2).backward()
+def train(model, batches, acts, last, finish, update):
+    """Train as `acts` say: forward, backward, evaluate, update, drop, fail. Returns what evaluations give."""
+    evaluated = []
+    for step in range(3):
+        loss = None
+        for i, act in enumerate(acts.split()):
+            tokens = batches[step, i]
+            if act in "fd":
+                own = model(tokens).log_softmax(-1)[..., 0].sum() / 99
+                loss = own if loss is None else loss + own
+            elif act == "e":
                 with torch.no_grad():
-                    model(x)
-            if clips:
-                clip(0.3)
-            if updates:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=not updates)
-
-
-@on_ranks(3)
-def check_odd(name, how=None, **options):
-    """An Odd ends in the weights of the plain one, which trains on all ranks' batches."""
-    torch.manual_seed(0)
-    steps = torch.randn(2, 2, 12, 4, 5, dtype=torch.float64)
-    model = (Odd(how) if how else Odd()).double()
-    plain, model = copy.deepcopy(model), copy.deepcopy(model)
-    train(plain, steps)
-    for tensor in model.state_dict().values():
-        tensor.add_(dist.get_rank())  # all ranks must start with rank 0's
-    _, wrapped = wrap(name, model, Part, **options)
-    train(wrapped, steps.chunk(dist.get_world_size(), dim=2)[dist.get_rank()])
-    state = wrapped.full_state_dict() if hasattr(wrapped, "full_state_dict") else model.state_dict()
-    if dist.get_rank() and hasattr(wrapped, "prefetch"):
-        assert state == {}, "a rank other than 0 has weights"
-    else:
-        assert apart(state, plain.state_dict()) < 1e-12, "weights differ"
-
-
-def recompute(part, x):
-    with set_checkpoint_early_stop(False):  # so that hooks after forward run, too
-        return checkpoint(part, x, use_reentrant=False)
-
-
-class Residual(nn.Sequential):
-    def forward(self, x):
-        return x + super().forward(x) * self.gain
-
-
-def check_adopted(name):
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0, batch_first=True)
-    check_losses(name, nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), type(layer), 5, 16)
-    block = Residual(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1))
-    block.gain = nn.Parameter(torch.ones(()))
-    check_losses(name, nn.Sequential(nn.Conv2d(3, 3, 3), block, copy.deepcopy(block)), Residual, 3, 8, 8)
+                    evaluated.append(model(tokens).square().sum().item())
+            elif act == "b":
+                last("b" not in acts.split()[i + 1 :])
+                loss.backward()
+                loss = None
+            elif act == "x":
+                inner = getattr(model, "module", model)
+                inner.fails = True
+                with pytest.raises(AssertionError):
+                    model(tokens)
+                inner.fails = False
+            else:
+                finish()
+                update()
+            loss = None if act == "d" else loss
+    return evaluated
 
 
 @on_ranks(2)
-def check_losses(name, model, unit_class, *shape):
-    """They are those in torch's own DDP, without clipping, and with eval() between steps."""
-    losses = []
-    peer = nn.parallel.DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
-    for wrapped in peer, wrap(name, copy.deepcopy(model), unit_class)[1]:
-        optimizer = optimizer_of(wrapped)
-        torch.manual_seed(dist.get_rank())
-        for training in (True, True, False, True):
-            with torch.set_grad_enabled(training):
-                loss = wrapped.train(training)(torch.randn(4, *shape)).square().mean()
-            losses.append(loss.item())
-            if training:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    assert apart(losses[:4], losses[4:]) < 1e-6, f"losses differ: {losses}"
+def check_situation(name, which, **options):
+    """The plain loop's weights on all ranks' batches, and evaluations."""
+    build, acts = SITUATIONS[which]
+    everyone = torch.randint(11, (3, 9, 2, 3, 4), generator=torch.Generator().manual_seed(1))
+    model = Model(**build)
+    plain = Model(**build)
+    sgd = torch.optim.SGD(plain.parameters(), 0.02)
+
+    def step():
+        sgd.step()
+        sgd.zero_grad()
+
+    expected = train(plain, everyone.flatten(2, 3), acts, lambda is_last: None, lambda: None, step)
+    lesson = load(name)
+    stem = Path(name).stem
+    wrapper = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}[stem]
+    options = {"prefetch": 1, "device": torch.device("cpu")} | options if stem == "zero3" else options
+    zero = getattr(lesson, wrapper)(model, model.blocks, **options)
+    optimizer = torch.optim.SGD(zero.shards(), 0.02)
+
+    def last(is_last):
+        zero.is_last_backward = is_last
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad()
+        if hasattr(zero, "start_gathers"):
+            zero.start_gathers()
+
+    own = train(zero, everyone[:, :, dist.get_rank()], acts, last, zero.finish_reduce_scatters, update)
+    weights = zero.full_state_dict()
+    worst = apart(weights, plain.state_dict())
+    assert worst < 1e-12, f"{which}: weights differ by {worst:.1e}"
+    own = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(own)
+    assert not len(own) or apart(own, expected) < 1e-10, f"{which}: evaluations differ"
 
 
-@on_ranks(1)
-def check_norm(name):
-    """It is exact of 20 million elements, and half of it is half."""
-    gradient = torch.rand(2 * 10**7)
-    exact = sum(part.double().square().sum() for part in gradient.split(2**20)).sqrt()
-    _, wrapped = wrap(name, nn.Linear(len(gradient), 1, bias=False), nn.Linear)
-    wrapped(gradient).backward()  # the input is the gradient
-    norm = wrapped.clip_grad_norm_(exact / 2)
-    clipped = next(wrapped.parameters()).grad.double().square().sum().sqrt()
-    assert abs(norm / exact - 1) < 1e-6, f"the norm is {norm / exact} of what it should be"
-    assert abs(clipped / exact - 0.5) < 1e-6, f"what is clipped is not half, but {clipped / exact}"
+situations = [partial(check_situation, which=which) for which in SITUATIONS]
+test_blocks_train_as_in_the_plain_loop = holds(STAGES.split(), *situations)
+ahead = [partial(check_situation, which=which, prefetch=f) for which, f in product(SITUATIONS, (0, 2))]
+test_blocks_train_with_other_prefetching = holds("zero3", *ahead)
 
 
 def logged(name, log):
-    """A root and three units, wrapped; what computes and what starts and ends on the network is logged."""
-    model = nn.ModuleList([*(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4)])  # the root's own is last
-    model.forward = nn.Sequential(model[3], *model[:3]).forward
-
-    def begins(i, *_):  # "early": a hook that the module had before sees weights that are still on their way
-        log.append(f"{'early' if zero.units[i].gather_work else 'forward'} {i}")
-
-    for i in 1, 2, 3:
-        model[i - 1].register_forward_pre_hook(partial(begins, i))
-        model[i - 1].register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
-    _, zero = wrap(name, model, nn.Linear)
+    """A model of a root and three blocks; what computes and what starts and ends on the network is logged."""
+    lesson, model = load(name), Model()
+    for i, block in enumerate(model.blocks, 1):
+        block.register_forward_hook(lambda *_, i=i: log.append(f"forward {i}"))
+        block.register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
+    wrapper = getattr(lesson, {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}[Path(name).stem])
+    more = [1, torch.device("cpu")] if hasattr(lesson, "UNIT_OF") else []
+    zero = wrapper(model, model.blocks, *more)
     for (i, unit), (method, word) in product(enumerate(zero.units), METHODS.items()):
         if hasattr(unit, method):
             setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
     return zero
 
 
-@on_ranks(2)
-def check_timeline(name):
-    """What does so in a second step, in order."""
-    log = []
-    zero = logged(name, log)
-    full = [unit for unit in zero.units if unit.flat_grad.untyped_storage().nbytes()]
-    assert not full or "zero1" in name, "gradients are held before there are any"
-    optimizer = torch.optim.SGD(zero.parameters(), lr=0.1)
-    for zero.is_last_backward in False, True, True:
-        log.clear()
-        zero(torch.randn(2, 4)).sum().backward()
-        if zero.is_last_backward:
-            zero.clip_grad_norm_(1.0)
-            optimizer.step()
-    expected = TIMELINES[Path(name).stem]
-    assert " ".join(log) == " ".join(expected.split()), f"another order: {', '.join(log)}"
+METHODS = {"start_gather": "gather", "finish_gather": "gathered", "free": "free"}
+METHODS |= {"start_reduce_scatter": "reduce", "finish_reduce_scatter": "reduced"}
 
 
 def noting(log, event, unit, method):
-    """The method, which notes that it did something: a collective has started or ended, storage was freed."""
+    """The method, which notes that it did something."""
 
     def state():
-        return unit.gather_work, unit.flat_param.untyped_storage().nbytes()
+        return unit.gathering, unit.reducing, id(unit.flat)
 
-    def noted(*args):
+    def noted():
         before = state()
-        method(*args)
-        if state() != before or event.startswith("reduce"):
+        method()
+        if state() != before:
             log.append(event)
 
     return noted
 
 
-METHODS = {"start_all_gather": "gather", "unshard": "gather", "wait_for_unshard": "gathered"}
-METHODS |= {"reshard": "free", "start_reduce_scatter": "reduce", "finish_reduce_scatter": "reduced"}
-TIMELINES = {  # the root is 0; the docstrings draw the same
-    "zero1": """gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3 backward 3 reduce 3
-        backward 2 reduce 2 backward 1 reduced 3 reduce 1 reduced 2 reduce 0 reduced 1 reduced 0""",
-    "zero2": """gather 0 gather 1 gather 2 gather 3 forward 1 forward 2 forward 3 backward 3 reduce 3
-        backward 2 reduced 3 reduce 2 backward 1 reduced 2 reduce 1 reduced 1 reduce 0 reduced 0""",
+TIMELINES = {  # of a second step; the root is 0
+    "zero1": """gather 0 gather 1 gather 2 gather 3 gathered 0 gathered 1 forward 1 gathered 2 forward 2
+        gathered 3 forward 3 backward 3 reduce 3 backward 2 reduced 3 reduce 2 backward 1 reduced 2 reduce 1
+        reduced 1 reduce 0 reduced 0""",
     "zero3": """gather 0 gather 1 gathered 0 gather 2 gathered 1 forward 1 free 1 gather 3 gathered 2
-        forward 2 gathered 3 forward 3 backward 3 reduce 3 backward 2 free 3 gather 1 reduced 3 reduce 2
-        backward 1 free 2 gathered 1 reduced 2 reduce 1 reduced 1 reduce 0 reduced 0 free 0 free 1""",
+        forward 2 gathered 3 forward 3 backward 3 reduce 3 free 3 backward 2 gather 1 reduced 3 reduce 2
+        free 2 backward 1 gathered 1 reduced 2 reduce 1 free 1 reduced 1 reduce 0 free 0 reduced 0""",
 }
+TIMELINES["zero2"] = TIMELINES["zero1"]
 
 
 @on_ranks(2)
-def check_gathering(name):
-    """While full_state_dict() works one unit at a time is unsharded; of the others there is a NaN each."""
-    assert load(name).parse([]).prefetch == 1
-    _, zero = wrap(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), nn.Linear)
-    with load("tools/ledger").Watch() as watch:
-        zero.full_state_dict()
-    shards = sum(shard.nbytes for shard in zero.parameters())
-    held = watch.held()["parameters"] - shards
-    assert dist.get_rank() == 0 or held == 4 * (72 + 9), f"other units are here, too: {held}"
-    weight = zero.module[0].weight
-    assert weight.shape == (8, 8) and weight.isnan().all(), "a sharded weight looks like a real one"
+def check_timeline(name):
+    log = []
+    zero = logged(name, log)
+    optimizer = torch.optim.SGD(zero.shards(), lr=0.1)
+    for _ in range(2):
+        log.clear()
+        if hasattr(zero, "start_gathers"):
+            zero.start_gathers()
+        zero(torch.ones(2, 4, dtype=int)).sum().backward()
+        zero.finish_reduce_scatters()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = TIMELINES[Path(name).stem]
+    assert " ".join(log) == " ".join(expected.split()), f"another order: {', '.join(log)}"
 
 
-class Chain(nn.Sequential):
-    """Linear layers; backward fails before it reaches the first one if `fails`, which may be left out."""
+test_collectives_travel_while_other_units_compute = holds(STAGES.split(), check_timeline)
 
-    fails = skips = False
-
-    def forward(self, x):
-        x = self[0](x) if not self.skips else x
-        if self.fails:
-            x.register_hook(lambda _: 1 / 0)
-        return self[1](x)
-
-
-def chain(name, **options):
-    return wrap(name, Chain(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear, **options)[1]
-
-
-@on_ranks(1)
-def check_failed(name):
-    """A backward that failed, or left out a parameter, is not gone on with."""
-    for how in "fails", "skips":
-        model = chain(name)
-        setattr(model.module, how, True)
-        error_of(lambda model=model: model(torch.ones(2)).sum().backward())
-        setattr(model.module, how, False)
-        said = error_of(lambda model=model: model(torch.ones(2)).sum().backward())
-        assert "a backward failed, or left a parameter" in said, f"goes on after {how}: {said}"
+GATHERS = {"plain": 5, "checkpointed": 5, "checkpointed, reentrant": 5}  # block 1 is gathered twice
 
 
 @on_ranks(2)
-def check_late(name):
-    """An evaluation after an update sees it; zero_grad() may come between forward and backward."""
-    torch.manual_seed(0)
-    _, model = wrap(name, nn.Sequential(nn.Linear(3, 2)).bfloat16(), nn.Linear)
-    x = torch.ones(3, dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(shards_of(model), lr=0.1, fused=True)
-    grads = []
-    for set_to_none in False, False, True:
-        loss = model(x).sum()
-        optimizer.zero_grad(set_to_none)
-        loss.backward()
-        grads.append([shard.grad.clone() for shard in shards_of(model)])
-        if not set_to_none:
-            optimizer.zero_grad(set_to_none=False)
-    assert all(torch.equal(*pair) for pair in zip(*grads[:2])), "a gradient set to zero is there again"
-    assert all(torch.equal(*pair) for pair in zip(*grads[1:])), (
-        "zero_grad() before backward changes gradients"
-    )
-    optimizer.step()
-    with torch.no_grad():
-        evaluated = model(x)
-    assert torch.equal(evaluated, model(x)), "evaluated before the step"
-
-
-class Returns(nn.Linear):
-    """A unit whose output needs its weights no more, or is detached."""
-
-    def forward(self, x):
-        return {"detached": super().forward(x).detach()} if self.bias is None else super().forward(x)
-
-
-class Gate(nn.Module):
-    """Backward needs its weight for the gradient of its input after the weight's own gradient is there."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(5))
-
-    def forward(self, x):
-        return torch.tanh(x * self.weight.detach()) * self.weight
+def check_gathers(name):
+    """A recomputed block is neither freed in between nor gathered once more."""
+    lesson = load(name)
+    for which, expected in GATHERS.items():
+        calls, all_gather = [], lesson.all_gather
+        lesson.all_gather = lambda *both, call=all_gather, calls=calls, **how: (
+            calls.append(1),
+            call(*both, **how),
+        )[1]
+        model = Model(**SITUATIONS[which][0])
+        zero = lesson.ZeRO3(model, model.blocks, 1, torch.device("cpu"))
+        zero(torch.ones(2, 4, dtype=int)).sum().backward()
+        lesson.all_gather = all_gather
+        assert len(calls) == expected, f"{which}: {len(calls)} all-gathers"
 
 
 @on_ranks(2)
-def check_freed_in_time(name):
-    """A unit's weights are there as long as backward needs them, and a unit that returns none is refused."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Gate() for _ in range(4)))
-    model = copy.deepcopy(plain)
-    _, zero = wrap(name, model, Gate, **({"shard_size": 2} if "hsdp" in name else {}))
-    for each in plain, zero:
-        each(torch.ones(3, 5)).square().sum().backward()
-    expected = [param.grad for param in plain.parameters()]
-    own = [unit.shard.grad for unit in zero.units]
-    for grad, shard in zip(expected, own):
-        grad = nn.functional.pad(grad, (0, 1)).chunk(2)[dist.get_rank()]
-        assert apart(grad.tolist(), shard.tolist()) < 1e-6, "freed too early: other gradients"
-    _, zero = wrap(name, nn.Sequential(nn.Linear(2, 2), Returns(2, 2, bias=False)), Returns)
-    said = error_of(lambda: zero(torch.ones(2)))
-    assert "a unit must return a tensor that requires" in said, f"not refused: {said}"
+def check_abandoned(name):
+    """A gather of which nobody uses what arrives has ended before its memory is given away."""
+    model = Model()
+    zero = load(name).ZeRO3(model, model.blocks, 1, torch.device("cpu"))
+    zero.units[1].start_gather()
+    zero.units[1].free()
+    assert zero.units[1].gathering is None, "freed while it is gathered"
 
 
-EVERY, SHARDED = "ddp zero1 zero2 zero3", "zero1 zero2 zero3"
-odd = [partial(check_odd, **options) for options in ({"size": 1}, {}, {"size": 2, "how": recompute})]
-test_each_promise_is_kept = holds(("ddp", *STAGES), *odd, check_norm, check_adopted, check_failed, check_late)
-test_any_module_trains_in_buckets = holds("ddp", *(partial(check_odd, bucket_cap_mb=x) for x in (0, 0.001)))
-test_collectives_travel_while_other_units_compute = holds(STAGES, check_timeline)
-test_zero3_has_one_unit_or_two_unsharded = holds("zero3", check_gathering, check_freed_in_time)
+test_a_recomputed_block_is_gathered_once = holds("zero3", check_gathers, check_abandoned)
 
-
-def swapped(indent, full):
-    """A row's (old, new): a reduce-scatter starts before an earlier one has ended, and not after it."""
-    wait = f"if {full}:\n{{0}}    self.reducing.pop(0).finish_reduce_scatter()\n{{0}}"
-    start = "unit.start_reduce_scatter()\n{0}"
-    return [text.format(" " * indent) for text in (wait + start, start + wait)]
-
-
+twice = partial(check_situation, which="checkpointed, reentrant, twice")
+stale = partial(check_situation, which="evaluation between backward and update")
+plain = partial(check_situation, which="plain")
+naive = partial(check_parity, own_flags="--naive")
+SQUARES = "squared_norm([shard.grad for shard in model.shards()])"
+IN_TURN = """            self.finish_reduce_scatters()
+            unit.start_reduce_scatter()
+"""
 MUTANTS = [
-    (EVERY, "        if self.waiting:\n", "        if False:\n", check_failed, "goes on after"),
-    ("ddp", "        self._check()\n        return", "        return", check_failed, "goes on after"),
-    ("ddp zero1 zero2", "dist.broadcast(tensor.detach(), 0)", "pass", check_odd, "weights differ"),
-    ("zero1", "alpha=1 / self.n_shards", "alpha=1", check_parity, "losses differ"),
-    ("zero1", "1 / self.n_shards, out", "1, out", check_parity, "losses differ"),
-    ("zero2 zero3", "1 / self.n_shards", "1", check_parity, "norms differ"),
-    ("ddp", "1 / dist.get_world_size()", "1", check_parity, "norms differ"),
-    ("ddp", "1 / dist.get_world_size()", "1 / dist.get_world_size() ** 2", check_parity, "differ"),
-    (SHARDED, "flat.dtype, torch.float32", "flat.dtype, flat.dtype", check_masters, "moved by"),
-    ("ddp", "view.copy_(grad)", "view.add_(grad)", check_parity, "losses differ"),
-    ("zero1 zero2", "if not self.accumulating:", "if True:", check_ledger, "all-gather: sent +"),
-    ("zero1 zero2", "self.accumulating = not self.is_last_backward", "self.accumulating = True", check_parity,
-     "losses differ"),
-    ("zero1", "if self.is_last_backward:", "if True:", check_ledger, "sent +"),
-    ("ddp", "if not self.is_last_backward:", "if False:", check_ledger, "sent +"),
-    ("zero1", "if accumulating and self", "if self", check_odd, "weights differ"),
-    ("zero1", "if accumulating and self.shard.grad is not None:", "if accumulating:", check_odd,
-     "weights differ"),
-    ("zero1", "elif unit.shard.grad is None:", "elif False:", check_odd, "weights differ"),
-    ("zero3", "owner[param] = module if param in owner else submodule", "owner.setdefault(param, submodule)",
-     check_odd, "weights differ"),
-    (EVERY, "_norm(grads, dtype=torch.float64)", "_norm(grads)", check_norm, "the norm is"),
-    ("ddp pipeline", "torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
-    ("zero2", "dist.all_reduce(squares)", "pass", check_parity, "losses differ"),
-    ("zero1 zero2", "        if self.shard.grad is not None:\n            gradient",
-     "        if False:\n            gradient", check_odd, "weights differ"),
-    ("zero2 zero3", "[-self.n_shards :].zero_()", ".fill_(9)", check_odd, "weights differ"),
-    ("zero3", "dist.broadcast(self.flat_param, 0)", "pass", check_odd, "differ"),
-    ("zero3", "            dist.broadcast(tensor.detach(), 0)", "            pass", check_odd, "differ"),
-    ("zero3", "self.nan = flat.new_tensor(torch.nan)", "self.nan = flat.new_tensor(0)", check_gathering,
-     "looks like a real one"),
-    ("zero3", "weights = {}\n        for unit in self.units:\n            unit.reshard()",
-     "weights = {}\n        for unit in self.units:\n            pass", check_odd, "weights differ"),
-    ("zero2", "        param.grad = None\n", "        pass\n", check_ledger, "gradients: +"),
-    ("zero2 zero3", "        self.flat_grad.untyped_storage().resize_(0)\n        gradient",
-     "        gradient", check_ledger, "gradients: +"),
-    ("zero3", ":]:\n            unit.reshard_after_forward = False", ":]:\n            pass", check_ledger,
-     "all-gather: sent +"),
+    (STAGES, SQUARES, "squared_norm([model.shards()[0].grad])", check_parity, "differ"),
+    (STAGES, "        dist.all_reduce(squares)", "        pass", check_parity, "differ"),
+    (STAGES, "        dist.all_reduce(total_loss)", "        pass", check_parity, "losses differ"),
+    (STAGES, "/ (config.accum * world_size)", "/ world_size", check_parity, "losses differ"),
+    (STAGES, "/ (config.accum * world_size)", "/ config.accum", check_parity, "losses differ"),
+    (STAGES, "        optimizer.zero_grad()\n", "", check_parity, "losses differ"),
+    (STAGES, "else self.shard.grad + gradient", "else gradient", twice, "weights differ"),
+    (STAGES, "wide(self.dtype)", "self.dtype", check_masters, "moved by"),
+    ("zero1", "if not self.is_last_backward:", "if False:", check_ledger, "reduce-scatter: sent +"),
+    ("zero1", "= i == config.accum", "= i == 1", check_parity, "differ"),
+    ("zero1 zero2", "unit.finish_gather())\n", "None)\n", check_timeline, "another order"),
+    (STAGES, IN_TURN, "".join(IN_TURN.splitlines(True)[::-1]), check_timeline, "another order"),
+    (STAGES, IN_TURN, IN_TURN.splitlines(True)[1], check_timeline, "another order"),
+    ("zero1 zero2", "            param.grad = None\n", "            pass\n", naive, "differ"),
+    ("zero1 zero2", "self.own.copy_(self.shard.detach())", "pass", check_masters, "moved by"),
+    ("zero3", "own.copy_(self.shard.detach())", "pass", plain, "weights differ"),
+    ("zero3", "            unit.free()\n        self.direction", "            pass\n        self.direction",
+     stale, "differ"),
+    ("zero3", "            unit.free()\n            unit.start_gather()", "            unit.start_gather()",
+     stale, "differ"),
+    ("zero3", "if self.direction == 1 and unit not in", "if unit not in", check_gathers, "all-gathers"),
+    ("zero3", "self.units[-1 - self.prefetch :]", "self.units[-1:]", check_ledger, "all-gather: sent +"),
     ("zero3", "[: 1 + self.prefetch]", "[: 2 + self.prefetch]", check_ledger, "parameters: +"),
-    ("zero3", "                each.reshard()", "                pass", check_ledger, "parameters: +"),
-    ("zero3", "if self.waiting and self.waiting.isdisjoint(each.params):", "if each is not unit:",
-     check_timeline, "another order"),
-    ("zero3", "self.units[i::direction]", "self.units[i:]", check_timeline, "another order"),
-    ("zero3", "is_grad_enabled() and not tensors:", "is_grad_enabled() and False:", check_freed_in_time,
-     "not refused"),
-    ("zero1", *swapped(12, "self.reducing[1:]"), check_timeline, "another order"),
-    ("zero1", "if self.reducing[1:]:", "if self.reducing:", check_timeline, "another order"),
-    ("zero1", "if self.reducing[1:]:", "if False:", check_ledger, "gradients: +"),
-    ("zero2 zero3", *swapped(8, "self.reducing"), check_timeline, "another order"),
-    ("zero1 zero2", "unit.wait_all_gather, prepend=True", "unit.wait_all_gather", check_timeline, "early"),
-    ("ddp", "proxy(bucket.hook)", "bucket.hook", check_freed, "bytes are left"),
-    ("zero1 zero2 zero3 hsdp", "proxy(unit.hook)", "unit.hook", check_freed, "bytes are left"),
-    ("muon", "proxy(self.hook)", "self.hook", check_freed, "bytes are left"),
+    ("zero3", "[i :: self.direction]", "[i:]", check_timeline, "another order"),
+    ("zero3", "            unit.start_reduce_scatter()\n            unit.free()\n",
+     "            unit.start_reduce_scatter()\n", check_ledger, "parameters: +"),
+    ("zero3", "        self.finish_gather()\n        if self.flat", "        if self.flat", check_abandoned,
+     "freed while"),
+    ("zero3", "            param.data = self.nan.expand(param.shape)", "            pass", check_ledger,
+     "parameters: +"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS)
 GPU_MUTANTS = [
-    ("zero1", "self.reduce_work.wait()", "pass", check_gpu, "uses what a collective still"),
-    (
-        "zero1",
-        "self.own_param.copy_(self.shard.data)",
-        "self.own_param.copy_(self.shard.data.cpu())",
-        check_gpu,
-        "the host waits",
-    ),
-    ("zero1 zero2 zero3", "self.gather_work.wait()", "pass", check_gpu, "uses what a collective still"),
-    (
-        "zero1",
-        "all_reduce(squares)",
-        "all_reduce(squares[None][: dist.get_rank()])",
-        check_order,
-        "ranks do not meet",
-    ),
-]
+    (STAGES, "            self.reducing.wait()\n", "", check_gpu, "what a collective still"),
+    (STAGES, "            self.gathering.wait()\n", "", check_gpu, "what a collective still"),
+    (STAGES, SQUARES, f"{SQUARES.replace('.grad', '.grad.cpu()')}.to(device)", check_gpu, "the host waits"),
+    (STAGES, "        dist.all_reduce(squares)", "        rank == 0 and dist.all_reduce(squares)",
+     check_order, "ranks do not meet"),
+]  # fmt: skip
 test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

@@ -1,8 +1,21 @@
 """How long a schedule of pipeline.py, zero_bubble.py or pipeline_v.py leaves its ranks idle."""
 
-from collections import defaultdict
+from collections import defaultdict, namedtuple
+from itertools import count
 
-NEXT = {"F": 1, "B": -1}
+Action = namedtuple("Action", "op stage microbatch")
+NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the previous one
+
+
+def schedule_of(lesson, name, n_ranks, k):
+    """Each rank's actions: a lesson's own, or those of pipeline.py's strings."""
+    if hasattr(lesson, "build_schedule"):
+        return lesson.build_schedule(name, n_ranks, k)
+    schedule = []
+    for rank in range(n_ranks):
+        numbers = {"F": count(), "B": count()}
+        schedule.append([Action(op, rank, next(numbers[op])) for op in lesson.order(name, rank, n_ranks, k)])
+    return schedule
 
 
 def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):

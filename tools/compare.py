@@ -1,6 +1,5 @@
 """One table of finished runs, each compared with single.py's: python tools/compare.py runs ddp zero1 ...
 
-With - in place of the names it reads them from its input, where ./run.sh prints each run's name as it ends.
 A lesson with its own model or optimizer is compared with its run on one rank, runs/NAME-alone.json.
 
 Ranks add numbers up in another order than single.py, so weights differ by rounding, more with each step. How
@@ -125,6 +124,13 @@ def rows_of(folder, name, single, split):
     if "fp64" in special(name, "RUN") and run[0]["dtype"] != "fp64":
         verdict, passed = "not compared: rounding may change which experts are chosen", None
     yield line(name, run[0], f"{difference:.1e}", verdict + note(run, single)), passed
+    if naive := special(name, "NAIVE"):
+        run = read(folder, f"{name}-naive")
+        if not run:
+            yield unfinished(folder / f"{name}-naive.log"), False
+            return
+        difference, verdict = compare(run, plain, split)
+        yield line(f"  {naive}", run[0], f"{difference:.1e}", verdict), verdict == "same"
 
 
 def row_of_split(name, plain, split):
@@ -160,7 +166,4 @@ def main(folder, names):
 
 if __name__ == "__main__":
     folder, *names = sys.argv[1:] or ["runs"]
-    if names == ["-"]:
-        next(sys.stdin, "")  # single.py's runs have ended
-        names = map(str.strip, sys.stdin)
     sys.exit(main(Path(folder), names))

@@ -38,10 +38,11 @@ import torch
 import torch.distributed as dist
 from film import Film, write
 from formulas import evaluate, read_formulas
+from lessons import asked, complete
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from watch import Watch
 
-NEEDED = ("def parse", "def train", "def print_step", "class GPT")
+NEEDED = ("def read_flags", "def train", "def print_step", "class GPT")
 HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 
 
@@ -57,17 +58,19 @@ def run(lesson, config, trace=None, watch=None):
     keep_trace = torch.profiler.tensorboard_trace_handler(trace or ".", f"rank{os.environ.get('RANK', 0)}")
     profiler = torch.profiler.profile(on_trace_ready=keep_trace)
 
-    def begin(config, text, step, *more):
+    def begin(*arguments):
+        given = asked(microbatches, arguments)
         with watch.lock:
-            begun.add(step)
+            begun.add(given["step"])
             if len(begun) == 1 + period * (config.steps > period) and not watch.events:
                 watch.start()
             elif len(begun) == 2 * period + 1:  # a thread is ahead of end()
                 watch.stop()
         if len(begun) == 2 * period + 1 and trace:
             profiler.start()
-        config.shares = more[2] if more[1:] else getattr(config, "replicas", 1)
-        return microbatches(config, text, step, *more)
+        shares = given.get("replicas", given.get("world_size"))
+        config.shares = shares if shares > 1 else getattr(config, "replicas", 1)
+        return microbatches(*arguments)
 
     def end(config, step, loss, grad_norm, started):
         ended = len(history["losses"]) + 1
@@ -151,8 +154,10 @@ def letters_of(lesson, config, ranks, backend):
     letters |= {"w": width, "m": max(width, 4), "c": 4 * (width == 2), "g": int(backend == "gloo")}
     letters["K"] = 2 * letters["m"] * (config.optim == "adamw")
     letters["G"] = min(letters["P"], max(letters["T"], 2**24))
-    positions = config.context * hasattr(lesson, "TensorParallel")  # else they are split by tokens
+    positions = config.context * (lesson.__name__ == "tensor_parallel")  # else they are split by tokens
     letters["r"] = (6 * config.layers + 2 + positions) * config.width
+    if hasattr(config, "buckets"):
+        letters["B"] = config.buckets
     if hasattr(config, "prefetch"):
         ahead = config.layers if getattr(config, "no_reshard", False) else config.prefetch
         letters["f"] = min(ahead, config.layers - 1)
@@ -251,7 +256,7 @@ def load(path):
     lesson = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lesson)
     sys.modules |= hidden  # this tool's own modules of these names
-    return lesson
+    return complete(lesson)
 
 
 def main():

@@ -1,5 +1,6 @@
 """The lessons, in README's order: its table is the one list of them."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -26,3 +27,25 @@ def special(name, constant, default=""):
     tests = ROOT / "tests" / f"test_{name}.py"
     line = tests.exists() and re.search(rf'^{constant} = "(.*)"$', tests.read_text(), re.M)
     return line[1] if line else default
+
+
+def complete(lesson):
+    """The module of a lesson, with what tools ask for: parse(arguments) and OPTIMIZERS."""
+    import torch
+
+    def parse(arguments=None):
+        config = lesson.read_flags(lesson.FLAGS, arguments)
+        config.optim = "adamw"
+        return config
+
+    if hasattr(lesson, "FLAGS"):
+        lesson.parse = parse
+        lesson.OPTIMIZERS = {"adamw": torch.optim.AdamW}
+    return lesson
+
+
+def asked(microbatches, arguments):
+    """{name: value} of a call of a lesson's microbatches()."""
+    bound = inspect.signature(microbatches).bind(*arguments)
+    bound.apply_defaults()
+    return bound.arguments

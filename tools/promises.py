@@ -32,7 +32,8 @@ ONE_GRADIENT = 75_000  # bytes: of the largest parameter, the embedding, which a
 HIDDEN, LATE = 0.8, 1.05  # of the products that hide a lesson's messages; times as long as its step
 SECONDS = 60  # a run that takes longer hangs
 FLAGS = "--layers 3 --heads 12 --width 36 --context 24 --batch 24 --steps 3 --dtype fp64 --lr 0.01 --clip 0.5"
-FLAGS = [*FLAGS.split(), "--device", "cpu", "--data", f"{ROOT}/LICENSE"]  # the path may have spaces
+FLAGS = [*FLAGS.split(), "--data", f"{ROOT}/LICENSE"]  # the path may have spaces
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all runs are on the CPU
 ACCUM = "--accum 3 --clip 100"  # a norm above which no gradient is
 FORK = multiprocessing.get_context("forkserver")  # macOS does not allow fork() in a process that has threads
 MODULES = "numpy.ma torch._dynamo torch.distributed.nn torch._subclasses.fake_tensor"
@@ -126,6 +127,7 @@ def be_rank(path, rank, size, flags, folder):
     try:
         store = dist.FileStore(f"{folder}/store", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        dist.init_process_group = lambda *_: None  # in the lesson's join_world()
         result = watched(path, [*flags.split(), "--save", f"{folder}/weights"])
         said.seek(0)
         result["printed"] = [float(number) for number in re.findall(r"loss +([\d.]+|nan|inf)", said.read())]

@@ -150,12 +150,14 @@ class Watch(TorchDispatchMode):
                     self.unknown["bytes of frozen parameters"] += thing.nbytes
             elif issubclass(type(thing), torch.optim.Optimizer):
                 optimizers += 1
+                self.leaves += [param for group in thing.param_groups for param in group["params"]]
                 for tensor in tensors_in(list(thing.state.values())):
                     self.note(tensor, "optimizer")
         if self.leaves and not optimizers:  # a rank that only serves needs none
             self.unknown["optimizer that is not torch.optim's"] += 1
-        for leaf in self.leaves:
+        for leaf in {id(leaf): leaf for leaf in self.leaves}.values():  # also masters of other parameters
             self.note(leaf, "parameters")
+        for leaf in {(leaf.data_ptr(), leaf.numel()): leaf for leaf in self.leaves}.values():  # each once
             self.elements[leaf.dtype] += leaf.numel() * (leaf.untyped_storage().nbytes() > 0)
         self.before = len(self.same)
         for where, name, note in (  # which are no operators
