@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from tests import conftest
-from tests.harness import NO_NAMESPACES, ROOT
+from tests.harness import NO_NAMESPACES, ROOT, load
 
 # A python3 of some version that lacks some module; its venv has pip, whose install brings all.
 FAKE = """#!/bin/sh
@@ -44,7 +45,7 @@ exec(code)
 
 def copy_run_sh(folder):
     """A checkout with nothing but run.sh and what it runs itself."""
-    for path in ("run.sh", "README.md", "tools/compare.py", "tools/lessons.py"):
+    for path in ("run.sh", "README.md", *(f"tools/{name}.py" for name in ("run", "compare", "lessons"))):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
 
@@ -72,29 +73,6 @@ def test_run_sh_sets_up_or_says_in_one_line_what_is_missing(version, lacks, venv
     assert code == 0 or len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("gpus, nproc, shared", [(1, 4, True), (1, 0, False), (4, 4, False), (0, 4, False)])
-def test_run_sh_takes_what_is_quickest_where_ranks_share_a_gpu(gpus, nproc, shared, tmp_path):
-    copy_run_sh(tmp_path)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / "bin").mkdir()
-    for name in ("pip", "installed"):
-        (tmp_path / ".venv" / name).touch()
-    smi = "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H100'\n" for i in range(gpus))
-    for place, text in (".venv/bin/python", FAKE), ("bin/nvidia-smi", smi):
-        (tmp_path / place).write_text(text)
-        (tmp_path / place).chmod(0o755)
-    env = {
-        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
-        "VERSION": "3.12.1",
-        "LACKS": "",
-        "NPROC": str(nproc or ""),
-    }
-    env |= {"LOG": str(tmp_path / "log"), "REAL": sys.executable, "BEGIN": BEGIN}
-    subprocess.run(["bash", "./run.sh", "zero3"], cwd=tmp_path, env=env, capture_output=True, timeout=60)
-    (first, *_) = [line for line in (tmp_path / "log").read_text().splitlines() if "single.py" in line]
-    assert f"--batch {4 * (nproc or gpus)} " in first and first.endswith(" over Simple") == shared, first
-
-
 NEWER = r"mapfile|readarray|declare -[An]|local -n|\[ -v |\{\w+(,,|\^\^|@)|&>>|\|&|wait -n|coproc"
 GNU = r"\b(timeout|realpath|nproc|readlink|seq|stat|tac|setsid|sed -[ir]|grep -P|date -d|cp -t)\b"
 
@@ -106,41 +84,33 @@ def test_run_sh_asks_for_no_bash_4_and_no_gnu_tools():
         assert not found, f"run.sh:{number}: {found[0]}"
 
 
-# A Python whose lessons have made their files when ddp.py does $THEN.
-LESSONS = """#!/bin/sh
-case "$*" in
--c*) exit ;;
-*compare.py*) exec "$REAL" "$@" ;;
-esac
-all=$*
-while [ $# -gt 1 ]; do
-    case "$1" in
-    --json | --film) cp made.json "$2" ;;
-    --save) cp made.pt "$2" ;;
-    esac
-    shift
-done
-case "$all" in *ddp.py*) eval "$THEN" ;; esac
+# In place of tools/ledger.py: a lesson's run has made its files, when $THEN, of Python, is done by ddp.py.
+LEDGER = """import os, shutil, sys
+words = sys.argv
+for flag, made in ("--json", "made.json"), ("--save", "made.pt"):
+    shutil.copy(made, words[words.index(flag) + 1])
+print(" ".join(words), os.environ.get("RANK"), os.environ.get("NCCL_PROTO"), flush=True)
+if "ddp.py" in words:
+    exec(os.environ.get("THEN", ""))
 """
 
 
 def hear():
-    """What starts in the background, or under nohup, ignores these, and bash cannot trap what it ignores."""
+    """What starts in the background, or under nohup, ignores these."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts run.sh in a checkout with such a Python."""
+    """A function that starts run.sh in a checkout with such a ledger."""
     copy_run_sh(tmp_path)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").write_text(LESSONS)
-    (tmp_path / ".venv/bin/python").chmod(0o755)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tools/ledger.py").write_text(LEDGER)
     made = {"dtype": "fp32", "losses": [4.0], "world_size": 2, "held": {}, "sent": {}, "step_ms": [1.0]}
     (tmp_path / "made.json").write_text(json.dumps(made))
     torch.save({"w": torch.ones(2)}, tmp_path / "made.pt")
-    env = {"PATH": "/usr/bin:/bin", "REAL": sys.executable, "PYTHONPATH": "", "HOME": str(tmp_path)}
+    env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:/usr/bin:/bin", "NPROC": "2"}
 
     def start(*arguments, shell="bash", **more):
         command = [shell, "./run.sh", *arguments]
@@ -150,84 +120,80 @@ def start(tmp_path):
     return start
 
 
-def code_of(run):
-    run.communicate(timeout=60)
-    return run.returncode
-
-
-def test_a_lesson_that_fails_once_its_files_are_there_has_failed(start):
-    run = start("zero1", "ddp", THEN="exit 7")
-    table = run.communicate(timeout=60)[0].splitlines()
-    assert [row.split()[-1] for row in table if row.startswith("zero1")] == ["same"], table
-    assert any(re.match("ddp +did not finish: exit code 7", row) for row in table) and run.returncode == 1, (
-        table
+def test_a_run_that_fails_has_failed_and_the_others_have_not(start, tmp_path):
+    (tmp_path / "tests/test_zero1.py").write_text('NAIVE = "--naive"\n')
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/zero3.pt").touch()
+    (tmp_path / "runs/machine.json").touch()
+    run = start("zero1", "ddp", THEN="sys.exit(7 * (os.environ['RANK'] == '1'))")
+    output, errors = run.communicate(timeout=120)
+    table = output.splitlines()
+    assert [row.split()[-1] for row in table if re.match("zero1|  --naive", row)] == ["same"] * 2, (
+        output + errors
     )
-
-
-def test_run_sh_deletes_nothing_but_a_former_tables_files(start, tmp_path):
-    for path in ("c/step-000100", "hosts2.json", "machine-here.json", "zero3.pt"):
-        (tmp_path / "runs" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "runs" / path).touch()
-    assert code_of(start("ddp")) == 0
-    left = {str(path.relative_to(tmp_path / "runs")) for path in (tmp_path / "runs").rglob("*.*")}
-    assert {"hosts2.json", "machine-here.json", "ddp.pt"} <= left and "zero3.pt" not in left
-    assert (tmp_path / "runs/c/step-000100").exists() and not (tmp_path / "runs/pid").exists()
+    assert any(re.match("ddp +did not finish: exit code 7", row) for row in table), table
+    assert run.returncode == 1
+    left = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert {"machine.json", "zero1.pt", "zero1-naive.json"} <= left and not {"zero3.pt", "ddp.pt"} & left, (
+        left
+    )
+    log = (tmp_path / "runs/zero1-naive.log").read_text()
+    assert log.startswith("torchrun --nproc_per_node=2 tools/ledger.py ") and " --naive --save " in log
+    assert " 0 None\n" in log and " 1 None\n" in log
 
 
 @pytest.mark.parametrize("number, to_all", [("TERM", False), ("INT", True), ("HUP", True)])
-def test_one_run_at_a_time_and_its_commands_end_with_it(number, to_all, start, tmp_path):
-    first = start("ddp", "zero1", THEN="echo $$ >pid; exec sleep 60")
-    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
-        assert first.poll() is None, first.communicate()
+def test_what_it_started_ends_with_it(number, to_all, start, tmp_path):
+    sleeps = "import time; open(f'pid{os.environ[\"RANK\"]}', 'w').write(f'{os.getpid()} '); time.sleep(60)"
+    run = start("ddp", "zero1", THEN=sleeps)
+    pids = [tmp_path / f"pid{rank}" for rank in range(2)]
+    while not all(pid.exists() and pid.read_text().endswith(" ") for pid in pids):
+        assert run.poll() is None, run.communicate()
         time.sleep(0.05)
-    second = start("zero1")
-    assert "writes to runs/" in second.communicate(timeout=60)[1] and second.returncode == 2
     send, number = os.killpg if to_all else os.kill, getattr(signal, f"SIG{number}")
-    send(first.pid, number)
-    output, errors = first.communicate(timeout=30)
-    assert first.returncode and "Traceback" not in output + errors
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    send(run.pid, number)
+    output, errors = run.communicate(timeout=30)
+    assert run.returncode, output + errors
+    time.sleep(0.2)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
     assert not (tmp_path / "runs/zero1.log").exists()
-    assert code_of(start("zero1")) == 0
 
 
 @pytest.mark.parametrize("arguments, settings, told", [
     ("ddp", {"NPROC": "1.5"}, "NPROC='1.5': must be a number of ranks"),
     ("ddp", {"NPROC": " 2"}, "NPROC=' 2': must be a number of ranks"),
-    ("ddp", {"FLAGS": "--steps 3 --save own.pt"}, "--save is run.sh's own"),
-    ("ddp zero1", {}, "no lesson 'ddp zero1'"),
-    ("test zero4", {}, "no lesson 'zero4'; choose from: single "),
+    ("zero4", {}, "no lesson 'zero4'; choose from: single "),
 ])  # fmt: skip
 def test_run_sh_refuses_in_one_line(arguments, settings, told, start):
-    run = start(*(arguments.split() if "test" in arguments else [arguments]), **settings)
+    run = start(*arguments.split(), **settings)
     lines = run.communicate(timeout=60)[1].splitlines()
-    assert len(lines) == 1 and told in lines[0] and run.returncode == 2, lines
+    assert len(lines) == 1 and told in lines[0] and run.returncode, lines
+
+
+def test_ranks_that_share_a_gpu_take_what_is_quickest(monkeypatch):
+    tool = load("tools/run")
+    for gpus, ranks, expected in (1, "4", "Simple"), (4, "4", None), (0, "4", None):
+        with (
+            mock.patch.dict(os.environ, NPROC=ranks),
+            mock.patch("torch.cuda.device_count", return_value=gpus),
+        ):
+            tool.lessons = dict
+            assert (tool.prepare(), os.environ.get("NCCL_PROTO")) == (int(ranks), expected)
 
 
 def test_run_sh_runs_by_sh_and_finds_no_other_checkout(start, tmp_path):
     assert start("--help", shell="sh").communicate(timeout=60)[0].startswith("./run.sh  ")
-    for folder in ("other", "named"):
-        (tmp_path / folder / "runs").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
     (tmp_path / "other/run.sh").symlink_to(tmp_path / "run.sh")
-    options = {"cwd": tmp_path, "capture_output": True, "text": True}
-    done = subprocess.run(["other/run.sh", "ddp"], **options)
-    assert (
-        done.returncode == 2 and "is no checkout" in done.stderr and os.listdir(tmp_path / "other/runs") == []
-    )
-    (tmp_path / "named/co").mkdir()
-    shutil.copy(ROOT / "run.sh", tmp_path / "named/co")
-    (tmp_path / "co").mkdir()
-    shutil.copy(ROOT / "run.sh", tmp_path / "co")
-    done = subprocess.run(
-        ["bash", "co/run.sh"], **options, env=os.environ | {"CDPATH": str(tmp_path / "named")}
-    )
-    assert f"{tmp_path}/co is no checkout" in done.stderr
+    done = subprocess.run(["other/run.sh", "ddp"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "is no checkout" in done.stderr
 
 
 def test_paths_are_found_from_another_folder(tmp_path):
     done = subprocess.run([ROOT / "run.sh", "no_such_lesson"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "no lesson 'no_such_lesson'" in done.stderr and os.listdir(tmp_path) == []
+    assert done.returncode and "no lesson 'no_such_lesson'" in done.stderr and os.listdir(tmp_path) == []
 
 
 class Item:
