@@ -1,21 +1,21 @@
 """DDP: each rank has a copy of the model and a part of the batch; all-reduces add up the gradients.
 
 Idea
-    The gradient of a sum is the sum of the gradients. So each of N ranks computes those of 1/N of the batch.
-    Then an all-reduce adds them up, and every rank has the whole batch's. All ranks start with the same
-    weights and make the same update, so they keep the same weights.
+    The gradient of a sum is the sum of the gradients. So each of N ranks computes the gradients of 1/N of the
+    batch. Then an all-reduce adds them up, and every rank has the gradients of the whole batch. All ranks
+    start with the same weights and make the same update, so they keep the same weights.
 
     Backward computes the gradients of the last layers first. So these can travel while it computes those of
-    earlier layers. A small message takes almost as long as a larger one, so gradients travel in buckets.
-    (PyTorch Distributed, arXiv 2006.15704, section 3.2)
+    earlier layers. Each message has a fixed cost, so gradients travel together, in buckets. (PyTorch
+    Distributed, arXiv 2006.15704, section 3.2)
 
 Timeline (four layers, a bucket for each)
     compute | forward | backward 4 | backward 3 | backward 2 | backward 1 |          | update
-    network |         |            | bucket 4   | bucket 3   | bucket 2   | bucket 1 |
+    network |         |            | bucket 1   | bucket 2   | bucket 3   | bucket 4 |
 
 Memory (bytes on each of N ranks; P parameters)
     parameters    (w+c)P           w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     max(m,w+w/B)P    m = 4; a bucket's are copied when it leaves; B = --buckets
+    gradients     (m+w/B)P         m = 4: bf16 ones become fp32 in the update; w/B: a bucket of B = --buckets
     gradients     mP               with --naive
     optimizer     2mP              AdamW's two moments
 
@@ -25,7 +25,7 @@ Sent (bytes, by each rank in each step)
 Run
     torchrun --nproc_per_node=2 ddp.py
     torchrun --nproc_per_node=2 ddp.py --naive
-    torchrun --nproc_per_node=2 ddp.py --buckets 1        # one message, after backward; 1000: one a parameter
+    torchrun --nproc_per_node=2 ddp.py --buckets 1        # one message, after backward
     torchrun --nproc_per_node=8 ddp.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
@@ -41,7 +41,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim imports it later, and it keeps the process group from ending
+import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -75,11 +75,11 @@ class Bucket:
         flat = torch.cat([param.grad.flatten() for param in self.params])
         self.work = dist.all_reduce(flat, async_op=True)  # returns at once, and backward goes on
         for param, part in zip(self.params, flat.split([param.numel() for param in self.params])):
-            param.grad = part.view_as(param)  # where the sum will be
+            param.grad = part.view_as(param)  # a view of flat, where the sum will be
 
     def finish_all_reduce(self):
         self.work.wait()
-        self.work = None  # it has kept the gradients in memory
+        self.work = None  # else it would keep flat in memory
         self.missing = len(self.params)  # for the next step
 
 
@@ -89,16 +89,16 @@ class DDP(nn.Module):
     def __init__(self, module, n_buckets):
         super().__init__()
         self.module = module
-        self.is_last_backward = True  # of the step; before it, gradients of microbatches add up on the rank
+        self.is_last_backward = True
         params = list(module.parameters())
         limit = sum(param.numel() for param in params) / n_buckets
         self.buckets = [Bucket()]
-        for param in reversed(params):  # about the order in which backward comes to them
+        for param in reversed(params):  # about the order in which backward reaches them
             if self.buckets[-1].numel() > limit:
                 self.buckets.append(Bucket())
             bucket = self.buckets[-1]
             bucket.add(param)
-            # Autograd calls it as soon as it has computed param.grad.
+            # Autograd calls gradient_ready() as soon as it has computed param.grad.
             param.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self.gradient_ready(bucket))
         self.n_sent = 0  # buckets, in this backward
 
@@ -109,8 +109,8 @@ class DDP(nn.Module):
         if not self.is_last_backward:
             return
         bucket.missing -= 1
-        # Rank 0 must not send bucket 1 while rank 1 sends bucket 2: the two would be added up. Backward may
-        # complete buckets in another order on each rank. So a bucket waits for those before it.
+        # Rank 0 must not send bucket 1 while rank 1 sends bucket 2: one would be added to the other. Autograd
+        # does not promise that buckets are complete in the same order on all ranks. So each waits its turn.
         while self.n_sent < len(self.buckets) and self.buckets[self.n_sent].missing == 0:
             self.buckets[self.n_sent].start_all_reduce()
             self.n_sent += 1
@@ -126,18 +126,17 @@ class DDP(nn.Module):
 def train(config):
     device = join_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = GPT(config).to(device)
-    params = list(model.parameters())
-    if not config.naive:
-        model = DDP(model, config.buckets)
+    module = GPT(config).to(device)
+    params = list(module.parameters())
+    model = module if config.naive else DDP(module, config.buckets)
     optimizer = MasterWeights(params, config.lr)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         total_loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, step, device, rank, world_size), 1):
-            # The batch's loss is the mean over all ranks' microbatches. So what adds up is 1/N of each.
+            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
-            model.is_last_backward = i == config.accum
+            model.is_last_backward = i == config.accum  # only then gradients travel; before, they add up
             loss.backward()
             total_loss += loss.detach()
         if config.naive:
@@ -145,20 +144,21 @@ def train(config):
         else:
             model.finish_all_reduces()
         norm = squared_norm([param.grad for param in params]).sqrt()
-        nn.utils.clip_grads_with_norm_(params, config.clip, norm.to(params[0].dtype))
-        optimizer.step()  # and the gradients are gone
+        nn.utils.clip_grads_with_norm_(params, config.clip, norm)
+        optimizer.step()  # which sets the gradients to None, too
         dist.all_reduce(total_loss)
         print_step(config, step, total_loss, norm, started)
     if config.save and rank == 0:
-        torch.save(getattr(model, "module", model).state_dict(), config.save)
+        torch.save(module.state_dict(), config.save)
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, in which most updates would round to nothing."""
+    """AdamW on fp32 copies of the weights, as bf16 would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]  # in fp32 no copies
+        # In fp32, to() copies nothing: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
     @torch.no_grad()
@@ -183,18 +183,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def read_flags(own, arguments=None):
-    """The flags of all lessons and a lesson's own: {name: default}, where a tuple has the choices."""
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--size", default="toy", choices=SIZES)
     for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int, help="in place of --size's")
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
     parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
     parser.add_argument("--lr", default=1e-3, type=float)
-    parser.add_argument("--clip", default=1.0, type=float, help="the greatest norm of all gradients")
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
     parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--save", default="", help="a file for the trained weights")
     for name, default in own.items():
@@ -209,7 +209,7 @@ def read_flags(own, arguments=None):
         if getattr(config, name) is None:
             setattr(config, name, value)
     if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
-        parser.error(f"--data {config.data}: no such file, or fewer bytes than --context")
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
     if not os.path.isdir(os.path.dirname(config.save) or "."):
         parser.error(f"--save {config.save}: no such folder")
     return config
@@ -223,7 +223,7 @@ def join_world():
     if not gpus:
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share one, which NCCL allows to different hosts
+    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
         os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
     dist.init_process_group("nccl")
@@ -231,7 +231,7 @@ def join_world():
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's (inputs, targets) in a step, each (b, s). All ranks together always have the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
         sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
@@ -289,7 +289,7 @@ class GPT(nn.Module):
     def embed(self, tokens):  # (b, s) -> (b, s, h)
         return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
-    def head(self, x):  # (b, s, h) -> (b, s, v), with the embedding's weight once more
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
@@ -301,12 +301,12 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def squared_norm(grads):  # of all as one vector, in fp64, as in bf16 it would have 8 bits
+def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
     return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
 def print_step(config, step, loss, norm, started):
-    loss, norm = loss.item(), norm.item()  # the host waits for the device here, once in a step
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
     if dist.get_rank() == 0:
         ms = 1e3 * (time.perf_counter() - started)
         print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")

@@ -4,14 +4,15 @@ Idea
     A step draws a batch, computes the gradient of its loss, and lets an optimizer update the weights. The
     other lessons draw the same batches and print the same losses; they differ in who does which part.
 
-    Three things are added to the loop of a textbook:
+    Three things are added to the textbook's loop:
     1. A batch may be too large for the device. So it is cut into microbatches, which are computed one after
        the other; their gradients add up (--accum).
-    2. Now and then a batch has a huge gradient. A gradient whose norm is above --clip is scaled down to it.
-    3. In bf16 a step is faster, and activations take half the memory. But bf16 has 8 significant bits:
-       1 + 0.001 is 1, so a weight of 1 would not move under updates of 0.001, however many there are. So the
-       optimizer updates copies of the weights in fp32, the master weights; the model gets them rounded to
-       bf16. (Mixed Precision Training, arXiv 1710.03740, section 3.1)
+    2. Now and then a batch has a huge gradient. If the norm of the whole gradient is above --clip, the
+       gradient is scaled down to norm --clip.
+    3. On a GPU a step in bf16 is faster, and weights, gradients and activations take half the memory. But
+       after 1 the next bf16 number is 1.0078, so a weight of 1 would not move under updates of 0.001, however
+       many there are. So the optimizer updates copies of the weights in fp32, the master weights, and the
+       model gets these rounded to bf16. (Mixed Precision Training, arXiv 1710.03740, section 3.1)
 
 Timeline
     | microbatch 1       | microbatch 2       | ... |      |        |
@@ -19,9 +20,9 @@ Timeline
 
 Memory (bytes; P parameters)
     parameters    (w+c)P    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     mP        m = 4: in bf16 they become fp32 for the update
+    gradients     mP        m = 4: bf16 ones become fp32 in the update, one by one
     optimizer     2mP       AdamW's two moments
-    What forward keeps for backward comes on top. It grows with the microbatch, not with the batch.
+    What forward keeps for backward comes on top, until then. It grows with the microbatch, not the batch.
 
 Sent
     Nothing: there is one rank.
@@ -31,7 +32,8 @@ Run
     python single.py --size gpt2 --dtype bf16 --batch 64 --accum 8 --data my_text.txt
 
 Left out
-    Dropout, a schedule for the learning rate, evaluation; resuming (more/resume.py).
+    Dropout, a learning-rate schedule, evaluation; resuming (more/resume.py); autocast; scaling the loss,
+    which fp16 needs; adding up gradients in fp32 (in bf16 they are added up in bf16).
 """
 
 import argparse
@@ -42,15 +44,15 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim imports it later, and it keeps the process group from ending
+import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
 import torch.nn as nn
 import torch.nn.functional as F
 
-FLAGS = {}
+FLAGS = {}  # a lesson's own: none
 
 
 def train(config):
-    device = join_world()
+    device = join_world()  # as in every lesson; here the world is one process
     if dist.get_world_size() > 1:
         sys.exit("single.py has one rank: start it with python, or start ddp.py")
     model = GPT(config).to(device)
@@ -60,24 +62,25 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device):
-            # The batch's loss is the mean over its microbatches. So what adds up is 1/accum of each.
+            # The batch's loss is the mean of its microbatches' losses. So each is divided by their number.
             loss = mean_loss(model(inputs), targets) / config.accum
-            loss.backward()  # adds to the gradients of the microbatches before
+            loss.backward()  # adds to the gradients of earlier microbatches
             total_loss += loss.detach()
         norm = squared_norm([param.grad for param in params]).sqrt()
-        nn.utils.clip_grads_with_norm_(params, config.clip, norm.to(params[0].dtype))
-        optimizer.step()  # and the gradients are gone
+        nn.utils.clip_grads_with_norm_(params, config.clip, norm)
+        optimizer.step()  # which sets the gradients to None, too
         print_step(config, step, total_loss, norm, started)
     if config.save:
         torch.save(model.state_dict(), config.save)
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, in which most updates would round to nothing."""
+    """AdamW on fp32 copies of the weights, as bf16 would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]  # in fp32 no copies
+        # In fp32, to() copies nothing: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
     @torch.no_grad()
@@ -102,18 +105,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def read_flags(own, arguments=None):
-    """The flags of all lessons and a lesson's own: {name: default}, where a tuple has the choices."""
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--size", default="toy", choices=SIZES)
     for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int, help="in place of --size's")
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
     parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
     parser.add_argument("--lr", default=1e-3, type=float)
-    parser.add_argument("--clip", default=1.0, type=float, help="the greatest norm of all gradients")
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
     parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--save", default="", help="a file for the trained weights")
     for name, default in own.items():
@@ -128,7 +131,7 @@ def read_flags(own, arguments=None):
         if getattr(config, name) is None:
             setattr(config, name, value)
     if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
-        parser.error(f"--data {config.data}: no such file, or fewer bytes than --context")
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
     if not os.path.isdir(os.path.dirname(config.save) or "."):
         parser.error(f"--save {config.save}: no such folder")
     return config
@@ -142,7 +145,7 @@ def join_world():
     if not gpus:
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share one, which NCCL allows to different hosts
+    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
         os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
     dist.init_process_group("nccl")
@@ -150,7 +153,7 @@ def join_world():
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's (inputs, targets) in a step, each (b, s). All ranks together always have the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
         sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
@@ -208,7 +211,7 @@ class GPT(nn.Module):
     def embed(self, tokens):  # (b, s) -> (b, s, h)
         return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
-    def head(self, x):  # (b, s, h) -> (b, s, v), with the embedding's weight once more
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
@@ -220,12 +223,12 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def squared_norm(grads):  # of all as one vector, in fp64, as in bf16 it would have 8 bits
+def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
     return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
 def print_step(config, step, loss, norm, started):
-    loss, norm = loss.item(), norm.item()  # the host waits for the device here, once in a step
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
     if dist.get_rank() == 0:
         ms = 1e3 * (time.perf_counter() - started)
         print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")

@@ -14,11 +14,11 @@ Timeline (two blocks; the root, 0, is what is outside of all blocks)
     network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 |
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
-    parameters    wP+cP/N             w = 4 in fp32, 2 in bf16; c = 4 in bf16, the shards in fp32, else 0
-    gradients     w(P+max(E,U))       all, and a unit's once more, as they are sent
-    gradients     mP/N+2wmax(E,U)     with --accum 1: the shards' (m = 4), and a unit's, freed when sent
-    gradients     w(P+max(E,U))       with --naive
-    optimizer     2mP/N               AdamW's two moments
+    parameters    wP+cP/N                  w = 4 in fp32, 2 in bf16; c = 4 in bf16, shards in fp32, else 0
+    gradients     w(P+E+U)                 all, a unit's once more as sent, and the tied head's
+    gradients     mP/N+w(E+U+max(E,U))     with --accum 1: as in zero2.py
+    gradients     w(P+max(E,U))            with --naive
+    optimizer     2mP/N                    AdamW's two moments (m = 4)
 
 Sent (bytes, by each rank in each step)
     reduce-scatter    wP(N-1)/N
@@ -42,7 +42,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim imports it later, and it keeps the process group from ending
+import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -120,7 +120,7 @@ class ZeRO1(nn.Module):
     def __init__(self, module, blocks, naive=False):
         super().__init__()
         self.module = module
-        self.is_last_backward = True  # of the step; before it, gradients of microbatches add up on the rank
+        self.is_last_backward = True
         in_blocks = {param for block in blocks for param in block.parameters()}
         self.root = Unit([param for param in module.parameters() if param not in in_blocks])
         self.units = [self.root, *(Unit(list(block.parameters())) for block in blocks)]
@@ -130,7 +130,7 @@ class ZeRO1(nn.Module):
             block.register_forward_pre_hook(lambda *_, unit=unit: unit.finish_gather())
         for unit in self.units:
             for param in unit.params:
-                # Autograd calls it as soon as it has computed param.grad.
+                # Autograd calls gradient_ready() as soon as it has computed param.grad.
                 param.register_post_accumulate_grad_hook(lambda _, unit=unit: self.gradient_ready(unit))
 
     def forward(self, *inputs):
@@ -161,7 +161,7 @@ class ZeRO1(nn.Module):
             unit.start_gather()
 
     def full_state_dict(self):
-        """The module's. All ranks must call it."""
+        """The module's state dict. All ranks must call it."""
         for unit in self.units:
             unit.finish_gather()
         return self.module.state_dict()
@@ -177,18 +177,18 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, step, device, rank, world_size), 1):
-            # The batch's loss is the mean over all ranks' microbatches. So what adds up is 1/N of each.
+            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
-            model.is_last_backward = i == config.accum
+            model.is_last_backward = i == config.accum  # only then gradients travel; before, they add up
             loss.backward()
             total_loss += loss.detach()
         if config.naive:
             reduce_scatter_all(model.units)
         model.finish_reduce_scatters()
         squares = squared_norm([shard.grad for shard in model.shards()])
-        dist.all_reduce(squares)  # each rank has other gradients
+        dist.all_reduce(squares)  # each rank has another part of the gradients
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm.to(model.shards()[0].dtype))
+        nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total_loss)
@@ -215,18 +215,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def read_flags(own, arguments=None):
-    """The flags of all lessons and a lesson's own: {name: default}, where a tuple has the choices."""
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--size", default="toy", choices=SIZES)
     for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int, help="in place of --size's")
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
     parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
     parser.add_argument("--lr", default=1e-3, type=float)
-    parser.add_argument("--clip", default=1.0, type=float, help="the greatest norm of all gradients")
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
     parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--save", default="", help="a file for the trained weights")
     for name, default in own.items():
@@ -241,7 +241,7 @@ def read_flags(own, arguments=None):
         if getattr(config, name) is None:
             setattr(config, name, value)
     if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
-        parser.error(f"--data {config.data}: no such file, or fewer bytes than --context")
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
     if not os.path.isdir(os.path.dirname(config.save) or "."):
         parser.error(f"--save {config.save}: no such folder")
     return config
@@ -255,7 +255,7 @@ def join_world():
     if not gpus:
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share one, which NCCL allows to different hosts
+    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
         os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
     dist.init_process_group("nccl")
@@ -263,7 +263,7 @@ def join_world():
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's (inputs, targets) in a step, each (b, s). All ranks together always have the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
         sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
@@ -321,7 +321,7 @@ class GPT(nn.Module):
     def embed(self, tokens):  # (b, s) -> (b, s, h)
         return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
-    def head(self, x):  # (b, s, h) -> (b, s, v), with the embedding's weight once more
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
@@ -333,12 +333,12 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def squared_norm(grads):  # of all as one vector, in fp64, as in bf16 it would have 8 bits
+def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
     return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
 def print_step(config, step, loss, norm, started):
-    loss, norm = loss.item(), norm.item()  # the host waits for the device here, once in a step
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
     if dist.get_rank() == 0:
         ms = 1e3 * (time.perf_counter() - started)
         print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")

@@ -1,28 +1,28 @@
-"""ZeRO-3, or FSDP: each rank also holds 1/N of the weights.
+"""ZeRO-3, or FSDP: each rank holds only 1/N of the weights, too.
 
 Idea
-    A block's weights are needed only while it computes. So a rank keeps its 1/N of them, the shard. Just
-    before a block's forward an all-gather gives every rank all of its weights; after it they are freed.
-    Backward gathers them again; then, as in zero2.py, a reduce-scatter gives each rank its 1/N of the
-    gradients. While one block computes, the weights of the next one travel. (ZeRO, arXiv 1910.02054, section
-    5.3; FSDP, arXiv 2304.11277, section 3)
+    A block's weights are needed only while it computes, so each rank keeps just its 1/N of them, the shard.
+    Just before a block's forward, an all-gather gives every rank the whole block; after the forward it is
+    freed. Backward gathers it again and frees it again, and a reduce-scatter gives each rank its 1/N of the
+    summed gradients, as in zero2.py. While one block computes, the next one's weights travel. (ZeRO, arXiv
+    1910.02054, sections 5.3 and 7.2.2; FSDP, arXiv 2304.11277, section 3)
 
-Timeline (three blocks)
-    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
-    network | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
+Timeline (three blocks; 2 and 3 stay until their backward, as does the root, 0, what is outside of all blocks)
+    compute |             | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | ...
+    network | gather 0, 1 | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | ...
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks; f = --prefetch)
-    parameters    mP/N+w(E+(1+f)U)    the shards, and what is gathered; w = 4 in fp32, 2 in bf16
-    gradients     mP/N+2wmax(E,U)     the shards' (m = 4), and a unit's, as backward made and as sent
-    optimizer     2mP/N               AdamW's two moments
+    parameters    mP/N+w(E+(1+f)U)         the shards (m = 4), and what is gathered (w = 4 in fp32, 2 in bf16)
+    gradients     mP/N+w(E+U+max(E,U))     the shards', a unit's as made and as sent, and the tied head's
+    optimizer     2mP/N                    AdamW's two moments
 
 Sent (bytes, by each rank in each step of k microbatches)
     reduce-scatter    kwP(N-1)/N
-    all-gather        kw(2P-E-(1+f)U)(N-1)/N    the root and the last 1+f blocks stay until their backward
+    all-gather        kw(2P-E-(1+f)U)(N-1)/N    the root and the last 1+f blocks stay
 
 Run
     torchrun --nproc_per_node=2 zero3.py
-    torchrun --nproc_per_node=2 zero3.py --prefetch 0     # naive: each block waits for its weights
+    torchrun --nproc_per_node=2 zero3.py --prefetch 0     # naive: nothing computes while weights travel
     torchrun --nproc_per_node=8 zero3.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
@@ -38,7 +38,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else torch.optim imports it later, and it keeps the process group from ending
+import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
@@ -46,7 +46,7 @@ from torch.autograd.graph import saved_tensors_hooks
 FLAGS = {"prefetch": 1}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-UNIT_OF = {}  # {memory of gathered weights: their unit}
+UNIT_OF = {}  # {memory of gathered weights, their storage: their unit}
 
 
 class Unit:
@@ -62,7 +62,7 @@ class Unit:
         self.flat = None  # all weights, while they are here
         self.gathering = self.reducing = None  # what is on its way
         self.nan = torch.tensor(torch.nan, dtype=self.dtype, device=device)
-        self.free()
+        self.free()  # the parameters' own memory, too
 
     def flatten(self, tensors):
         padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size())  # so that shards are equal
@@ -84,7 +84,8 @@ class Unit:
 
     def start_gather(self):
         if self.flat is None:
-            self.flat = self.nan.new_empty(len(self.shard) * dist.get_world_size())
+            numel = len(self.shard) * dist.get_world_size()
+            self.flat = torch.empty(numel, dtype=self.dtype, device=self.shard.device)
             UNIT_OF[self.flat.untyped_storage()] = self
             own = self.flat.chunk(dist.get_world_size())[dist.get_rank()]
             own.copy_(self.shard.detach())
@@ -103,11 +104,15 @@ class Unit:
             del UNIT_OF[self.flat.untyped_storage()]
             self.flat = None
         for param in self.params:
-            param.data = self.nan.expand(param.shape)  # one number, which keeps the shape
+            param.data = self.nan.expand(param.shape)  # one number; if it were used, the loss would be NaN
+
+
+# If time does not matter, a block's forward is start_gather(), finish_gather(), block(x), free().
+# But nothing is computed while these travel.
 
 
 class ZeRO3(nn.Module):
-    """If time does not matter, a block's forward is start_gather(), finish_gather(), block(x), free()."""
+    """Gathers each block just before its forward and its backward, and frees it after."""
 
     def __init__(self, module, blocks, prefetch, device):
         super().__init__()
@@ -121,19 +126,19 @@ class ZeRO3(nn.Module):
             block.register_forward_hook(lambda block, x, output, unit=unit: self.end_forward(unit, output))
         for unit in self.units:
             for param in unit.params:
-                # Autograd calls it as soon as it has computed param.grad.
+                # Autograd calls gradient_ready() as soon as it has computed param.grad.
                 param.register_post_accumulate_grad_hook(lambda _, unit=unit: self.gradient_ready(unit))
 
     def forward(self, *inputs):
-        # What is left of a forward without a backward may be out of date.
+        # If the last forward had no backward, some weights are still here, perhaps from before an update.
         for unit in self.units:
             unit.free()
         self.direction = 1
         self.gather(self.root)
-        # For backward, autograd keeps what a block has computed with, its weights, too; and what it keeps is
-        # not freed. So of a weight it is to keep a note, which says where in which unit it is. When backward
-        # needs the weight, it hands in the note, and restore() finds the weight in what has been gathered
-        # again. (FSDP itself lets autograd keep the weights, but empties their memory and refills it.)
+        # Autograd saves for backward what a block computes with, its weights, too, and what autograd holds is
+        # not freed. So in place of a weight, note() lets it hold a note: the unit, and the place in it. When
+        # backward needs the weight, restore() gets the note, gathers the unit again, and returns the weight.
+        # (FSDP itself lets autograd hold the weight, but resizes its memory to 0 and back.)
         with saved_tensors_hooks(self.note, self.restore):
             output = self.module(*inputs)
         self.direction = -1
@@ -143,23 +148,24 @@ class ZeRO3(nn.Module):
         return [unit.shard for unit in self.units]
 
     def gather(self, unit):
-        """Get a unit's weights now; those of the units that come next start to travel."""
+        """Wait for a unit's weights; those of the next --prefetch units in this direction start to travel."""
         i = self.units.index(unit)
         for each in self.units[i :: self.direction][: 1 + self.prefetch]:
             each.start_gather()
         unit.finish_gather()
 
     def end_forward(self, unit, output):
-        if self.direction == 1 and unit not in self.units[-1 - self.prefetch :]:  # backward begins with these
+        # Backward begins with the last units. In backward only a checkpointed block runs forward, to be used.
+        if self.direction == 1 and unit not in self.units[-1 - self.prefetch :]:
             unit.free()
         if output.requires_grad:
             output.register_hook(lambda grad: self.gather(unit))  # when backward comes back to this block
 
     def note(self, tensor):
-        """What autograd keeps of a tensor that a block has computed with."""
+        """What autograd saves in place of a tensor."""
         unit = UNIT_OF.get(tensor.untyped_storage())
-        if unit is None:  # not a weight, but an activation
-            return tensor.detach(), tensor._version
+        if unit is None:  # no weight, but an activation
+            return tensor.detach(), tensor._version  # with hooks, autograd does not check versions itself
         return unit, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def restore(self, kept):
@@ -167,7 +173,7 @@ class ZeRO3(nn.Module):
             self.gather(kept[0])
             return kept[0].flat.as_strided(*kept[1:])
         tensor, version = kept
-        assert tensor._version == version, "changed in place, though backward needs it as it was"
+        assert tensor._version == version, "modified in place, but backward needs the original"
         return tensor
 
     def gradient_ready(self, unit):
@@ -186,7 +192,7 @@ class ZeRO3(nn.Module):
             unit.finish_reduce_scatter()
 
     def full_state_dict(self):
-        """The module's. All ranks must call it."""
+        """The module's state dict, gathered anew. All ranks must call it."""
         weights = {}
         for unit in self.units:
             unit.free()
@@ -200,22 +206,22 @@ class ZeRO3(nn.Module):
 def train(config):
     device = join_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = GPT(config)
+    model = GPT(config)  # on the host: the device may be too small for all of it
     model = ZeRO3(model, model.blocks, config.prefetch, device)
     optimizer = torch.optim.AdamW(model.shards(), config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device, rank, world_size):
-            # The batch's loss is the mean over all ranks' microbatches. So what adds up is 1/N of each.
+            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             loss.backward()
             total_loss += loss.detach()
         model.finish_reduce_scatters()
         squares = squared_norm([shard.grad for shard in model.shards()])
-        dist.all_reduce(squares)  # each rank has other gradients
+        dist.all_reduce(squares)  # each rank has another part of the gradients
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm.to(model.shards()[0].dtype))
+        nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total_loss)
@@ -238,18 +244,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def read_flags(own, arguments=None):
-    """The flags of all lessons and a lesson's own: {name: default}, where a tuple has the choices."""
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--size", default="toy", choices=SIZES)
     for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int, help="in place of --size's")
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
     parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
     parser.add_argument("--lr", default=1e-3, type=float)
-    parser.add_argument("--clip", default=1.0, type=float, help="the greatest norm of all gradients")
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
     parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--save", default="", help="a file for the trained weights")
     for name, default in own.items():
@@ -264,7 +270,7 @@ def read_flags(own, arguments=None):
         if getattr(config, name) is None:
             setattr(config, name, value)
     if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
-        parser.error(f"--data {config.data}: no such file, or fewer bytes than --context")
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
     if not os.path.isdir(os.path.dirname(config.save) or "."):
         parser.error(f"--save {config.save}: no such folder")
     return config
@@ -278,7 +284,7 @@ def join_world():
     if not gpus:
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share one, which NCCL allows to different hosts
+    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
         os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
     dist.init_process_group("nccl")
@@ -286,7 +292,7 @@ def join_world():
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's (inputs, targets) in a step, each (b, s). All ranks together always have the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
         sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
@@ -344,7 +350,7 @@ class GPT(nn.Module):
     def embed(self, tokens):  # (b, s) -> (b, s, h)
         return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
-    def head(self, x):  # (b, s, h) -> (b, s, v), with the embedding's weight once more
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
@@ -356,12 +362,12 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def squared_norm(grads):  # of all as one vector, in fp64, as in bf16 it would have 8 bits
+def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
     return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
 def print_step(config, step, loss, norm, started):
-    loss, norm = loss.item(), norm.item()  # the host waits for the device here, once in a step
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
     if dist.get_rank() == 0:
         ms = 1e3 * (time.perf_counter() - started)
         print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")

@@ -10,8 +10,8 @@ lesson's own.
 LAZY = [
     ("single", " / config.accum", "", ", 3.0000"),
     ("single", "config.accum", "3", ", 0.3333"),
-    ("single-clip", ".clamp(max=1)", "", "the loss of step 2 is"),
-    ("single-clip", "torch.stack(norms).norm()", "torch.stack(norms).sum()", "gradient norm of step 1"),
+    ("single-masters", "            param.grad = None\n", "", "gradient norm of step 2"),
+    ("single-masters", "torch._foreach_copy_(self.params, self.masters)", "pass", "bf16"),
     ("collectives", "", """
     flat = torch.cat(chunks)
     dist.all_reduce(flat)
@@ -30,40 +30,59 @@ LAZY = [
     ("dp_threads", "param.grad.add_(gradient)", "gradient", "gradient norm of step 1"),
     ("dp_async", "param.grad /= self.pushes_per_update", "pass", ", 2.0000"),
     ("dp_async", "if sum(self.clocks) % self.pushes_per_update:", "if False:", "2 ranks: losses"),
-    ("ddp", "1 / dist.get_world_size()", "1", ", 2.0000"),
-    ("ddp", "dist.get_world_size()", "2", ", 0.5000"),
-    ("ddp-buckets", "", "return [[param] for param in reversed(params)]", "messages sent, all-reduce"),
-    ("ddp-buckets", "", "return [list(reversed(params))]", "hides each all-reduce"),
+    ("ddp", "config.accum * world_size", "config.accum", ", 2.0000"),
+    ("ddp", "world_size", "2", ", 0.5000"),
+    ("ddp-order", "", """
+    if not self.is_last_backward:
+        return
+    bucket.missing -= 1
+    if not any(each.missing for each in self.buckets):
+        for each in self.buckets:
+            each.start_all_reduce()
+        self.n_sent = len(self.buckets)""", "hides each all-reduce"),
+    ("ddp-order", "not self.is_last_backward", "False", "3 microbatches: losses"),
+    ("ddp-overlap", "async_op=True)", "async_op=True); self.work.wait()", "hides each all-reduce"),
     ("ddp-overlap", "", """
-    dist.all_reduce(self.flat_grad)
+    self.work = None
     ---
-    self.pending.update(self.params)""", "hides each all-reduce"),
-    ("ddp-overlap", "", """
-    pass
-    ---
-    dist.all_reduce(self.flat_grad)
-    self.pending.update(self.params)""", "hides each all-reduce"),
+    flat = torch.cat([param.grad.flatten() for param in self.params])
+    dist.all_reduce(flat)
+    for param, part in zip(self.params, flat.split([param.numel() for param in self.params])):
+        param.grad = part.view_as(param)
+    self.missing = len(self.params)""", "hides each all-reduce"),
     ("uneven", " / n_tokens", " / targets.count_nonzero().clamp(min=1)", "losses"),
     ("uneven", " / n_tokens", " / n_tokens * world_size", ", 2.0000"),
     ("uneven-agree", "dist.all_reduce(n_tokens)", "n_tokens *= dist.get_world_size()", "losses"),
     ("uneven-agree", ", op=dist.ReduceOp.MAX", "", "matrix products are few"),
-    ("zero1", "async_op=True)", "async_op=True); self.reduce_work.wait()", "hides each reduce-scatter"),
+    ("zero1", "async_op=True)", "async_op=True); self.reducing.wait()", "hides each reduce-scatter"),
     ("zero1", "", """
-    self.reduce_work = dist.all_reduce(self.flat_grad, async_op=True)
+    self.received = self.flatten([param.grad for param in self.params])
+    for param in self.params:
+        param.grad = None
+    self.reducing = dist.all_reduce(self.received, async_op=True)
     ---
-    self.reduce_work.wait()
-    self.shard.grad = self.flat_grad.chunk(self.n_shards)[dist.get_rank()].to(self.shard)""", "bytes sent"),
-    ("zero1-gather", "async_op=True)", "async_op=True); self.wait_all_gather()", "hides each all-gather"),
-    ("zero1-gather", "self.own_param.copy_(self.shard.data)", "pass", "bf16"),
-    ("zero2", "self.flat_grad.untyped_storage().resize_(0)", "pass", "bytes held, gradients"),
-    ("zero2", "gradient += self.shard.grad", "pass", "3 microbatches: losses"),
-    ("zero3", "self.own_param, async_op=True)",
-     "self.own_param, async_op=True); self.wait_for_unshard()", "hides each all-gather"),
-    ("zero3", "self.flat_param.untyped_storage().resize_(0)", "pass", "losses"),
+    if self.reducing:
+        self.reducing.wait()
+        self.shard.grad = self.received.chunk(dist.get_world_size())[dist.get_rank()].to(self.shard)
+        self.reducing = self.received = None""", "bytes sent"),
+    ("zero1-gather", "async_op=True)", "async_op=True); self.finish_gather()", "hides each all-gather"),
+    ("zero1-gather", "self.own.copy_(self.shard.detach())", "pass", "bf16"),
+    ("zero2", "", """
+    unit.missing -= 1
+    if not any(each.missing for each in self.units):
+        for each in self.units:
+            each.missing = len(each.params)
+            each.start_reduce_scatter()""", "3 microbatches: losses"),
+    ("zero2", "self.finish_reduce_scatters()", "unit.start_reduce_scatter(); return", "losses"),
+    ("zero3", "async_op=True)", "async_op=True); self.gathering.wait()", "hides each all-gather"),
+    ("zero3", "param.data = self.nan.expand(param.shape)", "pass", "bytes held, parameters"),
     ("zero3-prefetch", "[: 1 + self.prefetch]", "[:1]", "hides each all-gather"),
     ("zero3-prefetch", "[: 1 + self.prefetch]", "", "bytes held, parameters"),
-    ("zero3-unit", "gradient += self.shard.grad", "pass", "3 microbatches: losses"),
-    ("zero3-unit", "received.sum(0, ", "received.mean(0, ", "gradient norm of step 1"),
+    ("zero3-notes", "", """
+    return tensor.detach(), tensor._version
+    ---
+    return kept[0]""", "bytes held, parameters"),
+    ("zero3-notes", ".as_strided(*kept[1:])", "[: kept[1].numel()].view(kept[1])", "gradient norm of step 1"),
     ("hsdp", "async_op=True)", "async_op=True); self.all_reduce_work.wait()", "hides each all-reduce"),
     ("hsdp", "", """
     pass
@@ -184,13 +203,15 @@ LAZY = [
 ]  # fmt: skip
 
 HONEST = [  # the same, but nothing is said
-    ("single", "", "microloss = (1 / config.accum) * mean_loss(model(inputs), targets)"),
-    ("single-clip", "", """
-    params = [param for param in params if param.grad is not None]
-    norm = sum(param.grad.double().square().sum().item() for param in params) ** 0.5
-    for param in params:
-        param.grad.mul_(min(1, max_norm / (norm + 1e-6)))
-    return torch.tensor(norm, dtype=torch.float64)"""),
+    ("single", "", "loss = (1 / config.accum) * mean_loss(model(inputs), targets)"),
+    ("single-masters", "", """
+    for param, master in zip(self.params, self.masters):
+        master.grad, param.grad = param.grad.to(master.dtype), None
+    self.adamw.step()
+    for param, master in zip(self.params, self.masters):
+        master.grad = None
+        if master.dtype != param.dtype:
+            param.copy_(master)"""),
     ("collectives", "", """
     rank, n = dist.get_rank(), len(chunks)
     for i in range(1, n):  # the other way round the ring
@@ -220,24 +241,27 @@ HONEST = [  # the same, but nothing is said
         self.version += 1
         self.module.zero_grad()
         return norm"""),
-    ("ddp", "", "view.copy_(grad).div_(dist.get_world_size())"),
-    ("ddp-buckets", "", """
-    if cap_mb is None:
-        cap_mb = min(sum(param.nbytes for param in params) / 5 / 2**20, 25)
-    lists, size = [], 0
-    for param in params[::-1]:
-        if not lists or size >= cap_mb * 2**20 or lists[-1][-1].dtype != param.dtype:
-            lists.append([])
-            size = 0
-        lists[-1].append(param)
-        size += param.numel() * param.element_size()
-    return lists"""),
+    ("ddp", "", "loss = mean_loss(model(inputs), targets).div(config.accum).div(world_size)"),
+    ("ddp-order", "", """
+    if self.is_last_backward:
+        bucket.missing -= 1
+        for number, each in enumerate(self.buckets):
+            if each.missing:
+                break
+            if number == self.n_sent:
+                each.start_all_reduce()
+                self.n_sent += 1"""),
     ("ddp-overlap", "", """
-    self.work = dist.all_reduce(self.flat_grad, op=dist.ReduceOp.SUM, async_op=True)
+    sizes = [param.numel() for param in self.params]
+    self.flat = torch.empty(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
+    for param, part in zip(self.params, self.flat.split(sizes)):
+        part.copy_(param.grad.flatten())
+        param.grad = part.view(param.shape)
+    self.work = dist.all_reduce(self.flat, async_op=True)
     ---
-    work, self.work = self.work, None
-    work.wait()
-    self.pending = set(self.params)"""),
+    self.work.wait()
+    self.work = self.flat = None
+    self.missing = len(self.params)"""),
     ("uneven", "", "microloss = sum_of_losses(model(inputs, positions), targets).div(n_tokens)"),
     ("uneven-agree", "", """
     own = sum(targets.count_nonzero().item() for _, targets, _ in batches)
@@ -261,55 +285,80 @@ HONEST = [  # the same, but nothing is said
     inner = self.inner[self.fragment]
     inner.copy_((inner + outer) / 2 if self.delay else outer)"""),
     ("zero1", "", """
-    rows = self.flat_grad.view(self.n_shards, -1)
-    self.received = torch.empty_like(rows)
-    self.reduce_work = dist.all_to_all_single(self.received, rows, async_op=True)
+    gradients = self.flatten([param.grad for param in self.params])
+    for param in self.params:
+        param.grad = None
+    self.received = gradients.new_empty(len(self.own))
+    self.reducing = reduce_scatter(self.received, gradients, async_op=True)
     ---
-    self.reduce_work.wait()
-    total = self.received.to(self.shard.dtype).sum(0)
-    self.shard.grad = total if self.shard.grad is None else self.shard.grad + total
-    del self.received"""),
+    if self.reducing is None:
+        return
+    self.reducing.wait()
+    if self.shard.grad is None:
+        self.shard.grad = torch.zeros_like(self.shard)
+    self.shard.grad += self.received
+    self.reducing = self.received = None"""),
     ("zero1-gather", "", """
-    self.own_param.copy_(self.shard.detach())
-    self.gather_work = all_gather(self.flat_param, self.own_param, async_op=True)
+    with torch.no_grad():
+        self.own.copy_(self.shard)
+    self.gathering = all_gather(self.flat, self.own, async_op=True)
     ---
-    if self.gather_work is not None:
-        self.gather_work.wait()
-    self.gather_work = None"""),
+    work, self.gathering = self.gathering, None
+    if work:
+        work.wait()"""),
     ("zero2", "", """
-    ...
-    ---
-    self.reduce_work.wait()
-    self.flat_grad.untyped_storage().resize_(0)
-    total = torch.zeros_like(self.shard) if self.shard.grad is None else self.shard.grad
-    for row in self.received:
-        total += row
-    self.shard.grad = total
-    del self.received"""),
+    unit.missing -= 1
+    if unit.missing:
+        return
+    for each in self.units:
+        each.finish_reduce_scatter()
+    unit.start_reduce_scatter()
+    unit.missing = len(unit.params)"""),
     ("zero3", "", """
-    if not self.flat_param.untyped_storage().nbytes():
-        self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
-        with torch.no_grad():
-            self.own_param.copy_(self.shard)
-        self.gather_work = all_gather(self.flat_param, self.own_param, async_op=True)
+    if self.flat is not None:
+        return
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    numel = self.shard.numel()
+    self.flat = torch.empty(ranks * numel, dtype=self.dtype, device=self.shard.device)
+    own = self.flat[rank * numel : (rank + 1) * numel]
+    own.copy_(self.shard.detach())
+    UNIT_OF[self.flat.untyped_storage()] = self
+    self.gathering = all_gather(self.flat, own, async_op=True)
     ---
-    ...
+    if self.gathering is None:
+        return
+    self.gathering.wait()
+    self.gathering = None
+    place = 0
+    for param, size in zip(self.params, self.sizes):
+        param.data = self.flat[place : place + size].view(param.shape)
+        place += size
     ---
-    self.in_backward = False
-    if self.gather_work:
-        self.gather_work.wait()
-        self.gather_work = None
+    self.finish_gather()
     for param in self.params:
         param.data = self.nan.expand(param.shape)
-    self.flat_param.untyped_storage().resize_(0)"""),
+    if self.flat is not None:
+        UNIT_OF.pop(self.flat.untyped_storage())
+    self.flat = None"""),
     ("zero3-prefetch", "", """
-    i = self.units.index(unit)
-    for n in range(self.prefetch + 1):
-        if 0 <= i + n * direction < len(self.units):
-            self.units[i + n * direction].unshard()
-    unit.wait_for_unshard()"""),
-    ("zero3-unit", "torch.mul(param.grad.to_dense(), 1 / self.n_shards, out=self.grad_views[param])",
-     "self.grad_views[param].copy_(param.grad).div_(self.n_shards)"),
+    place = self.units.index(unit)
+    for ahead in range(1 + self.prefetch):
+        number = place + ahead * self.direction
+        if 0 <= number < len(self.units):
+            self.units[number].start_gather()
+    unit.finish_gather()"""),
+    ("zero3-notes", "", """
+    if tensor.untyped_storage() in UNIT_OF:
+        where = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return UNIT_OF[tensor.untyped_storage()], where
+    return None, tensor.detach()
+    ---
+    unit, kept = kept
+    if unit is None:
+        return kept
+    unit.start_gather()
+    unit.finish_gather()
+    return torch.as_strided(unit.flat, *kept)"""),
     ("hsdp", "", """
     self.total = self.shard.grad.to(self.own_param.dtype).clone()
     self.all_reduce_work = dist.all_reduce(self.total, group=self.replica_group, async_op=True)
