@@ -6,9 +6,9 @@ Idea
     rank the sum of its 1/N, and all else is freed. A step of k microbatches does so k times, and shards add
     up. So this is zero1.py without is_last_backward. (ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1)
 
-    Gradients travel while backward goes on, new weights while the next forward begins.
+    Gradients travel while backward goes on, new weights during the next forward.
 
-Timeline (two blocks; the root, 0, is what is outside of all blocks)
+Timeline (two blocks; the root, 0, is what is outside of them; the gathers are of the last step's weights)
     compute |             | forward 1 | forward 2 | backward 2 | backward 1       |                     | step
     network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 |
 
@@ -45,7 +45,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 FLAGS = {"naive": False}
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
+# Before torch 2.13 these had other names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -57,11 +58,11 @@ class Unit:
         self.missing = len(params)  # gradients that backward has yet to compute
         self.sizes = [param.numel() for param in params]
         self.dtype = params[0].dtype
-        self.flat = self.flatten(params)  # all weights, in one piece; each parameter becomes a view of it
+        self.flat = self.flatten(params)  # all weights, in one piece; the parameters become views of it
         for param, part in zip(params, self.flat[: sum(self.sizes)].split(self.sizes)):
             param.data = part.view(param.shape)
         self.own = self.flat.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's 1/N, also a view
-        self.shard = nn.Parameter(self.own.to(wide(self.dtype)))  # what the optimizer updates; in bf16 a copy
+        self.shard = nn.Parameter(self.own.to(wide(self.dtype)))  # for the optimizer: own, or a copy
         self.gathering = self.reducing = None  # what is on its way
 
     def flatten(self, tensors):
@@ -83,7 +84,7 @@ class Unit:
             self.reducing = self.received = None
 
     def start_gather(self):
-        self.own.copy_(self.shard.detach())  # from fp32 to bf16, if they are not the same memory
+        self.own.copy_(self.shard.detach())  # fp32 to bf16; in fp32 they are the same memory
         self.gathering = all_gather(self.flat, self.own, async_op=True)
 
     def finish_gather(self):
@@ -138,20 +139,20 @@ class ZeRO2(nn.Module):
 
     def gradient_ready(self, unit):
         unit.missing -= 1
-        # All ranks complete their units in the same order, as backward goes through the same blocks on each.
+        # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's gradients have travelled while this one computed.
+            # The last unit's have travelled meanwhile; only one unit's copy is to be held at a time.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
 
     def finish_reduce_scatters(self):
-        """To be called after the step's last backward, too."""
+        """Called after the step's last backward, too."""
         for unit in self.units:
             unit.finish_reduce_scatter()
 
     def start_gathers(self):
-        """To be called after the update. Each block's forward waits for its own."""
+        """Called after the update. Each block's forward waits for its own."""
         for unit in self.units:
             unit.start_gather()
 

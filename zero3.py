@@ -44,7 +44,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 FLAGS = {"prefetch": 1}
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
+# Before torch 2.13 these had other names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 UNIT_OF = {}  # {memory of gathered weights, their storage: their unit}
 
@@ -178,16 +179,16 @@ class ZeRO3(nn.Module):
 
     def gradient_ready(self, unit):
         unit.missing -= 1
-        # All ranks complete their units in the same order, as backward goes through the same blocks on each.
+        # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's gradients have travelled while this one computed.
+            # The last unit's have travelled meanwhile; only one unit's copy is to be held at a time.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
             unit.free()
 
     def finish_reduce_scatters(self):
-        """To be called after the step's last backward, too."""
+        """Called after the step's last backward, too."""
         for unit in self.units:
             unit.finish_reduce_scatter()
 

@@ -96,7 +96,7 @@ MUTANTS = [
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "ddp")
 GPU_MUTANTS = [
-    ("norm.to(params[0].dtype))", "norm.to(params[0].dtype) + 0 * norm.item())", check_gpu, "the host waits"),
+    ("config.clip, norm)", "config.clip, norm + 0 * norm.item())", check_gpu, "the host waits"),
     ("        self.work.wait()\n", "", check_gpu, "what a collective still"),
     (
         "        dist.all_reduce(total_loss)",

@@ -22,7 +22,7 @@ def read_formulas(lesson, config):
     formulas = {}
     for name, formula, remark in LINE.findall(lesson.__doc__ or ""):
         choice = re.search(r"(with|without) --(\w+) ?(\w*)", remark)
-        if not choice or (getattr(config, choice[2]) in (True, choice[3])) == (choice[1] == "with"):
+        if not choice or (getattr(config, choice[2], None) in (True, choice[3])) == (choice[1] == "with"):
             formulas[name] = formula
     return formulas
 

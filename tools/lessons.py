@@ -38,7 +38,7 @@ def complete(lesson):
         config.optim = "adamw"
         return config
 
-    if hasattr(lesson, "FLAGS"):
+    if {"FLAGS", "read_flags"} <= vars(lesson).keys():
         lesson.parse = parse
         lesson.OPTIMIZERS = {"adamw": torch.optim.AdamW}
     return lesson
