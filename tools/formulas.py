@@ -116,7 +116,7 @@ def plain_letters(params, ranks, precision="mixed", microbatches=1):
     """Values of the docstrings' letters for AdamW over NCCL, without units that travel."""
     width = WIDTHS[precision]
     letters = {"P": params, "N": ranks, "k": microbatches, "w": width, "m": 4, "c": 4 * (width == 2), "K": 8}
-    return letters | dict.fromkeys("UEfgr", 0) | {"o": 4, "G": min(params, 2**24)}
+    return letters | dict.fromkeys("UEfgr", 0) | {"o": 4, "B": 5, "G": min(params, 2**24)}
 
 
 def letters_of_job(job, ranks, params, microbatches):
