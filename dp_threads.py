@@ -1,44 +1,35 @@
-"""DataParallel: one process trains on several devices, with a replica of the model and a thread for each.
+"""DataParallel: one process trains on several devices, each with a replica of the model and a thread.
 
 Idea
-    Device 0 has the model. In each forward it sends every other device a share of the batch and a copy of the
-    weights. All devices compute their shares at the same time, and device 0 gathers the outputs and computes
-    the loss of the batch. In backward each device computes the gradients of its replica, and device 0 adds
-    them up. A script for one device needs one more line, which wraps its model (torch.nn.DataParallel;
-    PyTorch Distributed, arXiv 2006.15704, section 2.2).
+    The model is on device 0. For each microbatch it sends every other device a share of the inputs (scatter)
+    and the weights (replicate). All devices run forward at the same time, each in a thread (parallel_apply).
+    Device 0 collects the outputs (gather) and computes the loss. Then it sends each device the gradient of
+    its outputs, all devices run backward at the same time, and device 0 adds up the gradients of the weights.
+    (torch.nn.DataParallel; PyTorch Distributed, arXiv 2006.15704, section 2.2)
+    So each microbatch takes five transfers, all to or from device 0, while the others wait. ddp.py has a
+    process for each device, and no device is special.
 
-    Device 0 is the bottleneck. Everything passes through it, in each microbatch anew, and it alone computes
-    the loss and updates the weights while the others wait. ddp.py, with a process for each device, has
-    neither problem.
+Timeline (a microbatch; -> is from device 0 to all others, <- back; d: gradients)
+    device 0 |                    | forward |            | loss |              | backward |
+    network  | inputs, weights -> |         | outputs <- |      | d outputs -> |          | d weights <-
+    device i |                    | forward |            |      |              | backward |
 
-Timeline (1 and 3 go from device 0 to the others, 2 and 4 come back)
-    device 0 | 1 inputs, | forward | 2 outputs | loss | 3 gradients | backward | 4 gradients | clip, update
-    device i |   weights | forward |           |      |  of outputs | backward |  of weights |
+Memory (bytes on device 0, and on each other device; P parameters)
+    parameters    (w+c)P    others wP; w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
+    gradients     mP        others wP; m = 4: bf16 ones become fp32 in the update
+    optimizer     2mP       others 0; AdamW's two moments
+    Device 0 also holds the outputs of all devices, their gradients, and the loss.
 
-Memory (bytes; N devices; P parameters of w bytes each: w = 4 in fp32, 2 in bf16, 8 in fp64)
-                  device 0                      others    ranks of ddp.py
-    parameters    (w+c)P                        wP        (w+c)P      c = 4 in bf16, for fp32 masters, else 0
-    gradients     wP+max(min(1,k-1)wP,3cG/2)    wP        wP+3cG/2
-    optimizer     KP                            0         KP          K = 8 for Adam (fp64: 16), 0 for SGD
-    With k > 1 microbatches, device 0 has the gradients of one beside the sum over those before. In bf16
-    MasterWeights makes temporary copies of gradients, of G = 2^24 (or a larger tensor's) at a time.
-
-Sent (bytes through device 0 in a step)
-    send    k(N-1)(2wP+2wbsv+8bs)    with each of the N-1 others, in each microbatch
-    2wP is for weights and their gradients. A microbatch has b sequences of s tokens for each device: 8bs is
-    for them, 2wbsv for their outputs (v for each token) and the outputs' gradients. Device 0 must hold all
-    outputs, Nwbsv. A rank of ddp.py sends 2wP(N-1)/N in a step: less than 2wP, however large N and k are.
+Sent (bytes in each step, to and from device 0; k microbatches of b sequences on each of N devices)
+    send    k(N-1)(2wP+2wbsv+8bs)    without --naive, which on CPUs copies nothing
+    2wP: weights, their gradients; 2wbsv: outputs (s tokens, v logits each), their gradients; 8bs: inputs
+    Beside it, a rank of ddp.py sends less than 2wP, however large k is, and receives as much.
 
 Run
-    python dp_threads.py --replicas 4
-    python dp_threads.py --replicas 8 --size gpt2 --dtype bf16 --batch 64
+    python dp_threads.py --replicas 4    # and with --naive
 
 Left out
-    Errors here: inputs or outputs other than one tensor, an input that requires a gradient, a second backward
-    through the same output, create_graph=True, parametrized modules (weight_norm).
-    Not handled: autocast and saved-tensor hooks around DP do not reach the threads (enter them in the
-    module's forward). What a forward changes in a replica is lost, except buffers that the first replica
-    changes in place. Tensors that are neither parameters nor buffers stay where they are.
+    Models with several inputs or outputs, or with buffers that forward changes (BatchNorm's statistics).
 """
 
 import argparse
@@ -46,346 +37,267 @@ import copy
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before set_up(), or it would keep the process group alive
+import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
 import torch.nn as nn
 import torch.nn.functional as F
 
+FLAGS = {"naive": False, "replicas": 2}
 
-def forward_in_turn(module, devices, inputs):
-    """All that is needed if time does not matter (--no-threads). Returns the batch's output on devices[0]."""
+
+def naive(module, devices, inputs):
+    """One device after another. Returns the output for all inputs, on device 0."""
     outputs = []
-    for device, share in zip(devices, inputs.chunk(len(devices))):
+    for device, share in zip(devices, inputs.tensor_split(len(devices))):
         weights = {name: param.to(device) for name, param in module.named_parameters()}
-        output = torch.func.functional_call(module, weights, share.to(device))
+        output = torch.func.functional_call(module, weights, share.to(device))  # instead of its own
         outputs.append(output.to(devices[0]))
     return torch.cat(outputs)
 
 
-# Backward needs no code: autograd copies the gradient of each copy of a weight back, and adds them up.
-#
-# The problem is that devices take turns: each waits until Python has gone through the forward of the one
-# before, and on CPUs autograd runs the backwards one after another, too. So the class below has a thread for
-# each device. Threads cannot put different weights into one module at the same time, so each has a module of
-# its own, the replica. For a thread to run its backward, each replica must also have an autograd graph of its
-# own, which ends at its copies of the weights. So their gradients no longer reach the module by themselves:
-# RunBackwards brings them back and adds them up.
-#
-# One problem stays: device 0 has most of the work, as Memory and Sent show. ddp.py solves it.
+# Backward needs no code here: autograd takes the gradients back to the weights of device 0, and adds them up.
+# But devices take turns: each forward begins when the one before it has ended (on GPUs, when all its kernels
+# are launched). So below each has a thread, in which forward and backward run. Threads cannot put different
+# weights into one module at the same time, so each device has a module of its own, too, the replica.
 
 
-class DP(nn.Module):
-    """Wraps a module on devices[0]. Its forward, and the backward from its output, use all devices.
+class DP:
+    """A module on devices[0], and its replicas on the others."""
 
-    The module takes one tensor (rows, ...) and returns one. Each device gets a share of the rows."""
-
-    def __init__(self, module: nn.Module, devices: list[torch.device]):
-        super().__init__()
-        self.module = module
+    def __init__(self, module, devices):
         self.devices = devices
-        # On GPUs autograd has a thread for each device. That of device 0 will wait in RunBackwards, so the
-        # replicas' backwards must not need it: with this they stay in the threads that call them.
-        begin = torch.autograd.set_multithreading_enabled, [False]
-        self.threads = [ThreadPoolExecutor(1, f"device {i}", *begin) for i in range(len(devices))]
-
-    def forward(self, inputs):
-        check_tensors(inputs)
-        assert not inputs.requires_grad, "DP gives its input no gradient: detach() it, or wrap its layers"
-        # Few rows make fewer shares than there are devices. Then the last devices have nothing to do.
-        shares = inputs.chunk(len(self.devices))
-        # None: on device 0 the replica uses the module's own tensors.
-        devices = [None, *self.devices[1:]]
-        replicas, outputs = zip(*self.parallel_apply(self._forward_on, devices, shares))
-        check_tensors(*outputs)
-        # Gather. The output is that of the whole batch, as if device 0 had computed it (but for BatchNorm).
-        output = torch.cat([send(output, self.devices[0]) for output in outputs])
-        return RunBackwards.apply((self, replicas, outputs), output, *self.module.parameters())
+        self.threads = [ThreadPoolExecutor(1, f"device {i}") for i in range(len(devices))]
+        self.replicas = [module]  # device 0 uses the module itself
+        self.copies = []  # pairs: a weight of the module, its copy in a replica
+        for thread, device in zip(self.threads[1:], devices[1:]):
+            replica = thread.submit(copy.deepcopy, module).result()
+            self.replicas.append(thread.submit(replica.to, device).result())
+            self.copies.extend(zip(module.parameters(), replica.parameters()))
 
     def parallel_apply(self, function, *arguments):
-        """[function(*its arguments) for each device], all at the same time, each in the device's thread."""
-        futures = []
-        for thread, *given in zip(self.threads, *arguments):
-            # A thread does not know whether its caller is in no_grad(), so it is told.
-            thread.submit(torch.set_grad_enabled, torch.is_grad_enabled())
-            futures.append(thread.submit(function, *given))
-        # If one fails, the others must end before the caller gets the error: it may try again.
-        wait(futures)
+        """[function(a[i], b[i], ...) for each device i], at the same time, each in the device's thread."""
+        futures = [thread.submit(function, *own) for thread, *own in zip(self.threads, *arguments)]
         return [future.result() for future in futures]
 
-    def _forward_on(self, device, share):
-        """A turn of the loop above: replicate, scatter, apply."""
-        replica = replicate(self.module, device)
-        return replica, replica(send(share, device))
+    def forward(self, inputs):
+        """Returns all outputs, gathered on device 0. There loss.backward() ends, and backward() goes on."""
+        shares = self.parallel_apply(send, inputs.tensor_split(len(self.devices)), self.devices)  # scatter
+        for param, copied in self.copies:  # replicate
+            copied.data.copy_(param.data)
+        self.outputs = self.parallel_apply(lambda replica, share: replica(share), self.replicas, shares)
+        return torch.cat([send(output, self.devices[0]) for output in self.outputs]).requires_grad_()
 
-
-class RunBackwards(torch.autograd.Function):
-    """Connects the gathered output to the module's parameters: its backward is that of all replicas."""
-
-    @staticmethod
-    def forward(ctx, call, output, *params):
-        ctx.call = call
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient):
-        assert ctx.call and not torch.is_grad_enabled(), "DP: one backward for a forward, no create_graph"
-        dp, replicas, outputs = ctx.call
-        ctx.call = None  # otherwise the replicas would live as long as the loss
-        gradients = gradient.split(list(map(len, outputs)))
-        dp.parallel_apply(run_backward, outputs, gradients)
-        return None, None, *sum_gradients(replicas)
-
-
-def run_backward(output, gradient):
-    output.backward(send(gradient, output.device))
-
-
-def replicate(module, device):
-    """A copy of the module. Its tensors are copies on the device, or, if it is None, share memory."""
-    copies = {None: None}  # a module's member may be None, such as a bias
-    for tensor in (*module.parameters(), *module.buffers()):
-        copies[tensor] = send(tensor, device).requires_grad_(tensor.requires_grad)
-    for submodule in module.modules():
-        copies[submodule] = copy.copy(submodule)
-    # So far a copy has the members of its original. Now it gets their copies; a member that belongs to
-    # several modules, such as a tied weight, has one copy for all of them.
-    for submodule in module.modules():
-        state = vars(copies[submodule])
-        for register in ("_parameters", "_buffers", "_modules"):
-            state[register] = {name: copies[member] for name, member in state[register].items()}
-    return copies[module]
+    def backward(self, gradient):
+        """The rest of the loss's backward, from the gradient of what forward() has returned."""
+        gradients = self.parallel_apply(send, gradient.tensor_split(len(self.devices)), self.devices)
+        self.parallel_apply(torch.Tensor.backward, self.outputs, gradients)
+        for param, copied in self.copies:
+            param.grad += send(copied.grad, self.devices[0])
+            copied.grad = None
+        del self.outputs
 
 
 def send(tensor, device):
-    """A copy on the device, or, if it is None, the tensor's own memory; autograd does not connect the two."""
-    # On a CPU all devices are the same one. A copy is made even so, as among GPUs.
-    return tensor.detach().to(device=device, copy=device is not None)
-
-
-def sum_gradients(replicas):
-    """The sums of the replicas' gradients. They are not divided: the loss is one mean over the batch."""
-    params, *others = [list(replica.parameters()) for replica in replicas]
-    for other in others:
-        for param, copied in zip(params, other):
-            if copied.grad is not None:  # it is None if this replica's share did not use the parameter
-                gradient = send(copied.grad, param.device)
-                param.grad = gradient if param.grad is None else param.grad.add_(gradient)
-    return [param.grad for param in params]
-
-
-def clip_grad_norm_(params, max_norm):
-    """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-    grads = [param.grad for param in params if param.grad is not None]
-    norms = torch._foreach_norm(grads, dtype=torch.float64)
-    norm = torch.stack(norms).norm()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-    torch._foreach_mul_(grads, factor.to(grads[0]))
-    return norm
-
-
-# A reader may stop here: this and the two assertions above refuse what DP would compute wrongly.
-
-
-def check_tensors(*tensors):
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError("DP's module must take one tensor (rows, ...) and return one: wrap it so")
+    """A copy on the device. Without GPUs all devices are the CPU, but a copy is made anyway."""
+    return tensor.detach().to(device, copy=True)
 
 
 def train(config):
-    if int(os.getenv("WORLD_SIZE") or 1) > 1:
-        refuse("runs in one process: start it without torchrun, with --replicas")
-    device, text = set_up(config, f" | no-threads {config.no_threads}", config.replicas)
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
-    devices = [torch.device(device.type, i % gpus) for i in range(config.replicas)]
-    # Without GPUs, each device is a part of the cores.
-    torch.set_num_threads(torch.get_num_threads() // config.replicas or 1)
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    dp = partial(forward_in_turn, model, devices) if config.no_threads else DP(model, devices)
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    device = join_world()
+    if dist.get_world_size() > 1:
+        sys.exit("dp_threads.py is one process: start it with python, and with --replicas")
+    if config.replicas < 1:
+        sys.exit(f"--replicas {config.replicas}: must be at least 1")
+    gpus = torch.cuda.device_count()
+    devices = [torch.device("cuda", i % gpus) if gpus else device for i in range(config.replicas)]
+    model = GPT(config).to(devices[0])
+    params = list(model.parameters())
+    dp = None if config.naive else DP(model, devices)
+    optimizer = MasterWeights(params, config.lr)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        loss = 0
-        for inputs, targets in microbatches(config, text, step, device):
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(dp(inputs), targets) / config.accum
-            microloss.backward()
-            loss += microloss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        model.zero_grad()
-        print_step(config, step, loss, grad_norm, started)
+        total_loss = 0
+        for inputs, targets in microbatches(config, step, device):
+            output = naive(model, devices, inputs) if config.naive else dp.forward(inputs)
+            # The batch's loss is the mean of its microbatches' losses. So each is divided by their number.
+            loss = mean_loss(output, targets) / config.accum
+            loss.backward()
+            if not config.naive:
+                dp.backward(output.grad)
+            total_loss += loss.detach()
+            del output, loss  # else device 0 would keep the outputs during the next forward
+        norm = squared_norm([param.grad for param in params]).sqrt()
+        nn.utils.clip_grads_with_norm_(params, config.clip, norm)
+        optimizer.step()  # which sets the gradients to None, too
+        print_step(config, step, total_loss, norm, started)
     if config.save:
-        save_weights(model.state_dict(), config.save)
+        torch.save(model.state_dict(), config.save)
 
 
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--replicas", type=int, default=2, help="one for each device")
-    own.add_argument("--no-threads", action="store_true", help="run one replica after the other")
-    return read_flags(arguments, own, replicas=(1, 16))
+class MasterWeights:
+    """AdamW on fp32 copies of the weights, as bf16 would round small updates away."""
 
-
-class MasterWeights:  # updates fp32 copies of bf16 parameters, 64 MiB at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+    def __init__(self, params, lr):
+        self.params = list(params)
+        # In fp32, to() copies nothing: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
+        self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.to(master.dtype)
+            param.grad = None
+        self.adamw.step()
+        self.adamw.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
 
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
-         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+SIZES = {
+    "toy": (8, 8, 64, 64, 256),
+    "small": (6, 8, 256, 128, 256),
+    "gpt2": (12, 12, 768, 1024, 50304),
+    "gpt2-xl": (48, 25, 1600, 1024, 50304),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
-            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
-HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
-def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
-    parser.error = refuse
-    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
-        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
-    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+def read_flags(own, arguments=None):
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", default="toy", choices=SIZES)
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
+    parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--save", default="", help="a file for the trained weights")
+    for name, default in own.items():
+        if isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default[0], choices=default)
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
-    for name, value in vars(config).items():
-        least, most = limits.get(name, (1, 1_048_576))
-        if type(value) in (int, float) and not least <= value <= most:
-            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
+    if not os.path.isdir(os.path.dirname(config.save) or "."):
+        parser.error(f"--save {config.save}: no such folder")
     return config
 
 
-def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":  # or it is not set
-        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
-    else:
-        time.sleep(5)
-    raise SystemExit(2)
+def join_world():
+    """Meet the other ranks: over NCCL if there are GPUs, else over gloo. Returns this rank's device."""
+    if "RANK" not in os.environ:  # not started by torchrun: the only rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
+        os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+    dist.init_process_group("nccl")
+    return torch.device("cuda")
 
 
-def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
-    if config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
-    if config.width % config.heads:
-        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = torch.cuda.device_count() * (config.device != "cpu")
-    if config.device == "cuda" and not gpus:
-        refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:  # a file is missing, or a variable of the environment
-        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
-        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
-        text = bytearray().join(map(Path.read_bytes, files))
-        open(config.save or "/dev/null", "ab").close()
-        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-        torch.cuda.set_device(device if gpus else -1)  # -1: none
-        if not dist.is_initialized():
-            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
-            dist.init_process_group("nccl" if gpus else "gloo", *alone)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
-    if not dist.get_rank():
-        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
-        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
-    torch.manual_seed(config.seed)
-    return device, torch.frombuffer(text, dtype=torch.uint8)
-
-
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
-    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
-    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+def microbatches(config, step, device, rank=0, replicas=1):
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
+    b, rest = divmod(config.batch, replicas * config.accum)
+    if rest:
+        sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
+    text = np.memmap(config.data, np.uint8, "r")
+    random = np.random.default_rng((config.seed, step))
+    starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]
+    tokens = torch.from_numpy(text[starts + np.arange(config.context + 1)]).to(device).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
-    def __init__(self, heads, width):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config, block=Block):
+        super().__init__()
+        torch.manual_seed(config.seed)  # so that all ranks start from the same weights
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for param in self.parameters():
             if param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+        self.to(DTYPES[config.dtype])
 
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens):  # (b, s) -> logits (b, s, v)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens):  # (b, s) -> (b, s, h)
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+def wide(dtype):  # fp32 for bf16, else the same
+    return torch.promote_types(dtype, torch.float32)
 
 
-def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
-    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
-    ms = 1e3 * (time.perf_counter() - started)
-    if not dist.get_rank():
-        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+def mean_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def save_weights(state_dict, path):  # at the end, on rank 0
-    try:
-        torch.save(state_dict, path)
-    except (OSError, RuntimeError):
-        refuse(f"--save {path}: cannot be written; is the disk full?")
+def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
+    return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
-# ==== end of the toy model ====
+def print_step(config, step, loss, norm, started):
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
+    if dist.get_rank() == 0:
+        ms = 1e3 * (time.perf_counter() - started)
+        print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")
 
 
 if __name__ == "__main__":
-    train(parse())
+    train(read_flags(FLAGS))
     dist.destroy_process_group()

@@ -1,510 +1,333 @@
-"""Pipeline parallelism: each rank holds some of the layers, and microbatches flow through them by a schedule.
+"""Pipeline parallelism: each rank has some of the layers, and microbatches flow through the ranks.
 
 Idea
-    The layers are split into stages, one on each rank. In forward, a stage sends its output to the next one;
-    in backward, it sends the gradient of its input to the one before. While one stage works on the batch, all
-    others would wait. So the batch is cut into k microbatches, and stages work on different ones at the same
-    time.
+    The layers are split into stages, one for each rank. In forward a rank sends its output to the next rank,
+    in backward the gradient of its input to the previous rank. While one rank works, all others wait. So the
+    batch is cut into k microbatches (--accum), and ranks work on different ones at the same time.
 
-    A schedule is the order in which a rank runs its forwards and backwards. It determines for how much of a
-    step a rank is idle, and how many microbatches are in flight on it: it keeps their activations until their
-    backward. On rank i of N:
+    A schedule is the order of a rank's forwards and backwards. From its forward to its backward a microbatch
+    is in flight: its activations are kept. The bubble is the part of a step in which a rank is idle.
+    On rank i of N    in flight     bubble, if stages take equally long and messages no time
+             naive    1             (N-1)/N          one microbatch after the other
+             gpipe    k             (N-1)/(N-1+k)    all forwards, then all backwards (arXiv 1811.06965)
+             1f1b     min(k,N-i)    (N-1)/(N-1+k)    some forwards, then one backward, one forward, ...
+                                                     (arXiv 2006.09503)
 
-                   in flight            idle
-      naive        1                    (N-1)/N         one microbatch after the other
-      gpipe        k                    (N-1)/(N-1+k)   all forwards, all backwards (arXiv 1811.06965)
-      1f1b         min(k,N-i)           (N-1)/(N-1+k)   a forward, a backward, ... (arXiv 2006.09503)
-      interleaved  min(k,N+(N-2i-1)/C)  (N-1)/(N-1+Ck)  1f1b with C stages on each rank (arXiv 2104.04473)
-
-Timeline (1f1b on 4 ranks; F3 is the forward of microbatch 3, B3 its backward; . is idle)
+Timeline (1f1b, N = 4, k = 6; F3 is the forward of microbatch 3, B3 its backward)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
+    The bubble: rank 3 waits N-1 = 3 turns for F0, works for 2k = 12, and 3 turns later B5 is back on rank 0.
+    So the step has 18 turns, and each rank, which works in 12, is idle in 2(N-1) = 6: 6/18 = 3/(3+6).
+    In flight: a microbatch is back on rank 0 after 2N = 8 turns, such as F4 to B4, both counted. Every 2
+    turns one begins. So 8/2 = 4 are in flight.
 
-Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
-    parameters    (w+c)R        w = 4 in fp32, 2 in bf16, 8 in fp64; c = 4 in bf16, for master weights, else 0
-    gradients     wR+3cG/2      in bf16, MasterWeights copies G gradients at a time, in 2 + 4 bytes
-    optimizer     KR            K = 8 for Adam's two moments (in fp64 16), 0 for SGD
+Memory (bytes on a rank; R parameters in its stage; activations: of the microbatches in flight)
+    parameters    (w+c)R    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
+    gradients     mR        m = 4: bf16 ones become fp32 in the update
+    optimizer     2mR       AdamW's two moments
 
-Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
-    send          min(2C,(2C-1)(N-1))kwbsh    outputs and gradients of C stages; C = 2 if interleaved, else 1
-    all-reduce    min(1,N-1)wvh               gradients of the embedding, which the head uses as its weight
+Sent (bytes, by a rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
+    send          min(2,N-1)kwbsh    outputs and gradients; the first and last rank send one of them
+    all-reduce    min(1,N-1)wvh      between those two: gradients of the embedding, which is also the head
 
 Run
-    torchrun --nproc_per_node=2 pipeline.py --accum 8
+    torchrun --nproc_per_node=2 pipeline.py --accum 8    # with --accum 1 all schedules are naive
     torchrun --nproc_per_node=8 pipeline.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Refused: messages of several tensors or shapes; gradients that add up over several step(); other
-    numbers of microbatches than the schedule has; a step() after one that failed.
-    Not handled: data parallelism beside it (see parallel_3d.py); creating each layer on its rank alone, so at
-    first every rank holds all of them; buffers, which unsplit() does not collect from other ranks.
+    Receiving a message before it is needed: here a rank waits while it travels. Microbatches with different
+    numbers of tokens: here each counts the same (more/uneven.py).
 """
 
 import argparse
 import os
 import sys
 import time
-from collections import defaultdict, deque, namedtuple
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before set_up(), or it would keep the process group alive
+import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
 
-Action = namedtuple("Action", "op stage microbatch")  # op: F forward, B backward
-NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
-MAX_SENT = 4  # messages that a rank may keep until they arrive; any small number
+FLAGS = {"schedule": ("1f1b", "gpipe", "naive")}
 
 
-def naive(rank, n_ranks, n_microbatches):
-    """One microbatch after the other, so that only one rank works at a time."""
-    return "FB" * n_microbatches
+def naive(stage, batch, message):
+    """One microbatch after the other. message: an example of those that ranks send (shape, dtype, device)."""
+    for inputs, targets in batch:
+        x = inputs if stage.is_first else receive(message, stage.previous).requires_grad_()  # for x.grad
+        output = stage(x, targets)
+        if not stage.is_last:
+            dist.send(output.detach(), stage.next)
+
+        output.backward(None if stage.is_last else receive(message, stage.next))  # the last output is a loss
+        if not stage.is_first:
+            dist.send(x.grad, stage.previous)
 
 
-def gpipe(rank, n_ranks, n_microbatches):
-    """All forwards, then all backwards."""
-    return "F" * n_microbatches + "B" * n_microbatches
+def receive(message, sender, group=None):
+    buffer = torch.empty_like(message)
+    dist.recv(buffer, sender, group)
+    return buffer
 
 
-def one_f_one_b(rank, n_ranks, n_microbatches):
-    """1F1B: a backward runs as early as it can, because that frees its microbatch's activations."""
-    # Microbatch 0 has to reach the last rank before the first backward. Until then, run forwards alone. (More
-    # of them would not end the step earlier, but keep more activations.)
-    n_warmup = min(n_ranks - 1 - rank, n_microbatches)
-    warmup = "F" * n_warmup
-    # From then on a backward frees the activations of a microbatch after each forward.
-    steady = "FB" * (n_microbatches - n_warmup)
-    cooldown = "B" * n_warmup
-    return warmup + steady + cooldown
+# Only one rank works at a time; the others wait in receive(). But a rank that has sent an output need not
+# wait for its gradient: it can run the next forward. So forward (F) and backward (B) become separate steps.
+def order(schedule, rank, world_size, k):
+    """A rank's forwards and backwards, such as FFBFBB."""
+    in_flight = {"1f1b": min(k, world_size - rank), "gpipe": k, "naive": 1}[schedule]
+    return "F" * in_flight + "BF" * (k - in_flight) + "B" * in_flight
 
 
-def interleaved(rank, n_ranks, n_microbatches, n_chunks):
-    """1F1B with n_chunks stages on each rank, so that an idle turn is shorter. But more messages are sent."""
-    # The first n_ranks microbatches pass all of this rank's stages but the last. Then microbatch 0 has yet to
-    # go to the last rank, and its gradient to come back. 1F1B is idle for the way back. Here there are still
-    # forwards to run, one for each rank on the way there, and one on the way back.
-    n_forwards = n_chunks * n_microbatches
-    n_warmup = min((n_chunks - 1) * n_ranks + 2 * (n_ranks - 1 - rank), n_forwards)
-    return "F" * n_warmup + "FB" * (n_forwards - n_warmup) + "B" * n_warmup
-
-
-def in_groups(stages, n_ranks, n_microbatches):
-    """(stage, microbatch) in order: n_ranks microbatches pass stage after stage, then the next n_ranks do.
-
-    After n_ranks turns, the first of them is back at this rank, for its next stage."""
-    passes = [(stage, j) for stage in stages for j in range(n_microbatches)]
-    return iter(sorted(passes, key=lambda each: each[1] // n_ranks))  # in a group the order stays
-
-
-def build_schedule(name, n_ranks, n_microbatches, n_chunks=2):
-    """Each rank's Actions, in order. n_chunks: stages of a rank if interleaved (of a single rank: one)."""
-    n_chunks = n_chunks if name == "interleaved" and n_ranks > 1 else 1
-    assert n_chunks == 1 or n_microbatches % n_ranks == 0, "n_microbatches must be a multiple of n_ranks"
-    functions = {
-        "naive": naive,
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "interleaved": partial(interleaved, n_chunks=n_chunks),
-    }
-    schedule = []
-    for rank in range(n_ranks):
-        stages = range(rank, n_chunks * n_ranks, n_ranks)
-        passes = {"F": in_groups(stages, n_ranks, n_microbatches)}
-        passes["B"] = in_groups(reversed(stages), n_ranks, n_microbatches)
-        ops = functions[name](rank, n_ranks, n_microbatches)
-        schedule.append([Action(op, *next(passes[op])) for op in ops])
-    return schedule
-
-
-def split_layers(layers, n_stages):
-    """Where each stage ends, so that all have a layer or more and about the same number of parameters."""
-    sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-    ends = []
-    for end in range(1, len(layers)):
-        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
-        share = sum(sizes) * (len(ends) + 1) / n_stages
-        if middle > share or len(layers) - end < n_stages - len(ends):
-            ends.append(end)
-    return [*ends, len(layers)]
-
-
-class Pipeline(nn.Module):
-    """Runs a schedule on layers split over all ranks. One microbatch after the other, a rank would do this:
-
-        x = microbatch if is_first else receive(rank - 1).requires_grad_()
-        output = layers(x)
-        if is_last:
-            loss_function(output, target).backward()
+def pipelined(stage, batch, message, ops, groups):
+    """The two halves of naive(), in the order of ops. A rank goes on while what it sends travels."""
+    in_flight, sends = [], []
+    for op in ops:
+        if op == "F":
+            inputs, targets = next(batch)
+            x = inputs if stage.is_first else receive(message, stage.previous, groups["F"]).requires_grad_()
+            output = stage(x, targets)
+            if not stage.is_last:
+                sends.append(dist.isend(output.detach(), stage.next, groups["F"]))
+            in_flight.append((x, output))
         else:
-            send(output, rank + 1)
-            output.backward(receive(rank + 1))
-        if not is_first:
-            send(x.grad, rank - 1)
+            x, output = in_flight.pop(0)
+            output.backward(None if stage.is_last else receive(message, stage.next, groups["B"]))
+            if not stage.is_first:
+                sends.append(dist.isend(x.grad, stage.previous, groups["B"]))
+        if len(sends) > 2:  # wait() frees what was sent; with 0 in place of 2, ranks would deadlock
+            sends.pop(0).wait()
+    for send in sends:
+        send.wait()
 
-    The problem is that all other ranks wait meanwhile. So here forward and backward are two methods, which a
-    rank calls in the order of its schedule, and it starts to receive a message before it needs it.
 
-    layers: modules, each called with the output of the one before. ends: where each stage ends.
-    loss_function(output, target): a mean. message: a tensor like those that stages send; it may be on the
-    device meta. parameters() are those of this rank, for its optimizer."""
+class Stage(nn.Module):
+    """A rank's part of the model: some blocks. The first also has the embedding, and the last the head."""
 
-    def __init__(
-        self,
-        layers: list[nn.Module],
-        ends: list[int],
-        loss_function: Callable,
-        schedule: list,
-        message: torch.Tensor,
-    ):
+    def __init__(self, config, rank, world_size):
         super().__init__()
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.loss_function = loss_function
-        self.actions = schedule[self.rank]
-        self.message = message
-        self.last_stage = len(ends) - 1
-        stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
-        self.stages = nn.ModuleList(stages[self.rank :: self.world_size])
-        self._share_parameters(stages)
-        # What NCCL needs. It runs messages between two ranks of a group in order: if F and B shared one, a
-        # send could wait behind a receive that needs that send. In the first step no receive is posted early:
-        # it blocks until its sender connects, and ranks could wait in a circle. Later one is. (A receive that
-        # waits occupies a part of the GPU: many could leave no room to compute.)
-        # If two ranks interleave, F goes both ways: a group for messages to even stages, one to odd ones.
-        self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
-        self.ahead = 0  # receives posted early
-        self.posted = deque()  # (work, buffer) of each receive
-        self.sent = deque()  # the work of each send
-        self.in_flight = None  # during a step {(stage, microbatch): what its backward needs}
+        self.model = GPT(config)
+        self.n_microbatches = config.accum
+        self.previous, self.next = rank - 1, rank + 1
+        self.is_first, self.is_last = rank == 0, rank == world_size - 1
+        ranks_of = {"tokens": [0, world_size - 1], "positions": [0], "norm": [world_size - 1]}
+        ranks_of |= {f"blocks.{i}": [i * world_size // config.layers] for i in range(config.layers)}
+        for name, ranks in ranks_of.items():
+            if rank not in ranks:
+                self.model.set_submodule(name, nn.Identity())  # it has no weights, and returns its input
 
-    def _share_parameters(self, stages):
-        """Start from rank 0's parameters, and keep those of this rank's stages."""
-        self.ranks_of = defaultdict(set)  # {parameter: the ranks whose stages have it}
-        for stage, module in enumerate(stages):
-            for param in module.parameters():
-                self.ranks_of[param].add(stage % self.world_size)
-        # A parameter of several ranks is a tie, such as an embedding that is also the head. Each of its ranks
-        # computes a part of its gradient, and an all-reduce among them adds up the parts.
-        self.ties = {}
-        self.shapes = {}  # of the parameters that are not here
-        for param, ranks in self.ranks_of.items():
-            dist.broadcast(param.data, 0)
-            if len(ranks) > 1:
-                self.ties[param] = dist.new_group(ranks)  # all ranks must call it
-            if self.rank not in ranks:
-                self.ties.pop(param, None)
-                self.shapes[param] = param.shape
-                param.data = param.new_empty(0)  # frees it
-
-    def step(self, inputs, targets):
-        """Forward and backward of a batch, as lists of microbatches, the same on all ranks. (The first
-        uses the inputs, the last the targets.) Returns the batch's mean loss, on every rank."""
-        self._check_step(inputs, targets)
-        self.inputs, self.targets = inputs, targets
-        self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-        self.in_flight = {}
-        self.to_post = deque(filter(self._needs_message, self.actions))
-        for op, stage, j in self.actions:
-            run = self._forward if op == "F" else self._backward
-            run(stage, j)
-        while self.sent:
-            self.sent.popleft().wait()
-        for param in self.parameters():
-            if param.requires_grad and param.grad is None:  # no microbatch has used it here
-                param.grad = torch.zeros_like(param)
-        for param, group in self.ties.items():
-            if param.requires_grad:
-                dist.all_reduce(param.grad, group=group)
-        dist.all_reduce(self.loss)
-        self.ahead = 1
-        self.in_flight = None
-        return self.loss
-
-    def _forward(self, stage, j):
-        x = self.inputs[j] if stage == 0 else self._receive().requires_grad_()
-        output = self.stages[stage // self.world_size](x)
-        if stage == self.last_stage:
-            output = self.loss_function(output, self.targets[j]) / len(self.targets)  # as gradients add up
-            self.loss += output.detach()
-        else:
-            self._send("F", stage + 1, output.detach())
-            # Backward needs the place of the output in the graph, not its numbers: do not keep them.
-            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): for frozen layers
-        self.in_flight[stage, j] = x, output
-
-    def _backward(self, stage, j):
-        x, output = self.in_flight.pop((stage, j))
-        gradient = None if stage == self.last_stage else self._receive()
-        torch.autograd.backward(output, gradient)
-        if stage > 0:
-            self._send("B", stage - 1, x.grad)
-
-    def _needs_message(self, action):
-        return 0 <= action.stage - NEXT[action.op] <= self.last_stage
-
-    def _receive(self):
-        """Wait for the message that this action needs. Start to receive the next one, too."""
-        while self.to_post and len(self.posted) <= self.ahead:
-            op, stage, _ = self.to_post.popleft()
-            sender = (stage - NEXT[op]) % self.world_size
-            buffer = torch.empty_like(self.message, device=self.loss.device)
-            # No tags: both ends follow the same order.
-            work = dist.irecv(buffer, sender, self.groups[op][stage % 2])
-            self.posted.append((work, buffer))
-        work, buffer = self.posted.popleft()
-        work.wait()
-        return buffer
-
-    def _send(self, op, stage, tensor):
-        self._check_message(tensor)
-        self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op][stage % 2]))
-        if len(self.sent) > MAX_SENT:
-            self.sent.popleft().wait()  # frees the tensor; a rank too far ahead waits here
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # in case a rank has no gradient to count
-        for param in self.parameters():
-            if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
-                grads.append(param.grad)
-        norms = torch._foreach_norm(grads, dtype=torch.float64)
-        squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm.to(grads[0]))
-        return norm
-
-    def unsplit(self):
-        """Give all ranks all layers, to save or to evaluate them. All ranks must call it."""
-        for param, ranks in self.ranks_of.items():
-            if param in self.shapes:
-                param.data = param.new_empty(self.shapes[param])
-            dist.broadcast(param.data, min(ranks))
-
-    # A reader may skip to train(): the rest of the class refuses what would hang, or go wrong silently.
-
-    def _check_step(self, inputs, targets):
-        own = {action.stage for action in self.actions}
-        k = 1 + self.actions[-1].microbatch
-        assert own == set(range(self.rank, self.last_stage + 1, self.world_size)), (
-            "the schedule is for other ranks, or other stages than ends"
-        )
-        assert len(inputs) == len(targets) == k, f"{len(inputs)} microbatches, but the schedule has {k}"
-        assert self.in_flight is None, "a step() failed, and its messages may still come: restart all ranks"
-        assert all(param.grad is None for param in self.parameters()), "call zero_grad() before step()"
-
-    def _check_message(self, tensor):
-        expected = self.message
-        assert tensor.shape == expected.shape, f"a message of {tensor.shape}, not {expected.shape}"
-        assert tensor.dtype == expected.dtype, f"a message in {tensor.dtype}, not {expected.dtype}"
-
-
-class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h) -> (b, s, h)
-    def forward(self, x):
-        return x + self[0].weight[: x.shape[1]]
+    def forward(self, x, targets):  # x: tokens, or the previous rank's output. Returns its own, or the loss
+        if self.is_first:
+            x = self.model.embed(x)
+        for block in self.model.blocks:
+            x = block(x)
+        if self.is_last:
+            x = mean_loss(self.model.head(x), targets) / self.n_microbatches
+            self.total_loss += x.detach()  # of the step
+        return x
 
 
 def train(config):
-    world_size = int(os.getenv("WORLD_SIZE") or 1)
-    if config.schedule == "interleaved" and config.accum % world_size:
-        refuse(f"--accum {config.accum}: must be a multiple of the ranks with --schedule interleaved")
-    schedule = build_schedule(config.schedule, world_size, config.accum)
-    n_stages = 1 + max(action.stage for action in schedule[-1])
-    if n_stages > config.layers + 4:
-        refuse(f"--layers {config.layers}: too few for {n_stages} stages of --schedule {config.schedule}")
-    device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
-    head.weight = model.tokens.weight
-    layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
-    shape = config.batch // config.accum, config.context, config.width
-    message = torch.empty(shape, dtype=DTYPES[config.dtype], device="meta")
-    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule, message)
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
+    device = join_world()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > config.layers:
+        sys.exit(f"--layers {config.layers}: fewer than the {world_size} ranks")
+    stage = Stage(config, rank, world_size).to(device)
+    optimizer = MasterWeights(stage.parameters(), config.lr)
+    message = next(stage.parameters()).new_empty(config.batch // config.accum, config.context, config.width)
+    # With NCCL a send ends when it is received, and the messages of a group keep their order. With one group,
+    # rank 0 queues send F4, receive B1; rank 1 queues send B1, receive F4. Each send waits for the other one.
+    groups = {"F": dist.new_group(), "B": dist.new_group()}
+    tied_group = dist.new_group(sorted({0, world_size - 1}))
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        inputs, targets = zip(*microbatches(config, text, step, device))
-        loss = pipe.step(inputs, targets)
-        grad_norm = pipe.clip_grad_norm_(config.clip)
+        batch = microbatches(config, step, device)  # the first rank uses the inputs, the last the targets
+        stage.total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        if config.schedule == "naive":
+            naive(stage, batch, message)
+        else:
+            pipelined(stage, batch, message, order(config.schedule, rank, world_size, config.accum), groups)
+        dist.all_reduce(stage.total_loss)
+        if stage.is_first or stage.is_last:  # each has computed a part: as the embedding, as the head
+            dist.all_reduce(stage.model.tokens.weight.grad, group=tied_group)
+        named = stage.model.named_parameters()  # in the norm, tokens.weight counts on rank 0 alone
+        squares = squared_norm([param.grad for name, param in named if rank == 0 or name != "tokens.weight"])
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(stage.parameters(), config.clip, norm)
         optimizer.step()
-        pipe.zero_grad()
-        print_step(config, step, loss, grad_norm, started)
+        print_step(config, step, stage.total_loss, norm, started)
     if config.save:
-        pipe.unsplit()
-        if pipe.rank == 0:
-            save_weights(model.state_dict(), config.save)
+        stages = [None] * world_size if rank == 0 else None
+        dist.gather_object(stage.model.cpu().state_dict(), stages)
+        if rank == 0:
+            torch.save({name: weight for weights in stages for name, weight in weights.items()}, config.save)
 
 
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--schedule", default="1f1b", choices=("naive", "gpipe", "1f1b", "interleaved"))
-    DEFAULTS["accum"] = 4  # the default of --accum
-    return read_flags(arguments, own)
+class MasterWeights:
+    """AdamW on fp32 copies of the weights, as bf16 would round small updates away."""
 
-
-class MasterWeights:  # updates fp32 copies of bf16 parameters, 64 MiB at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+    def __init__(self, params, lr):
+        self.params = list(params)
+        # In fp32, to() copies nothing: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
+        self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.to(master.dtype)
+            param.grad = None
+        self.adamw.step()
+        self.adamw.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
 
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
-         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+SIZES = {
+    "toy": (8, 8, 64, 64, 256),
+    "small": (6, 8, 256, 128, 256),
+    "gpt2": (12, 12, 768, 1024, 50304),
+    "gpt2-xl": (48, 25, 1600, 1024, 50304),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
-            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
-HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
-def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
-    parser.error = refuse
-    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
-        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
-    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+def read_flags(own, arguments=None):
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", default="toy", choices=SIZES)
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
+    parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--save", default="", help="a file for the trained weights")
+    for name, default in own.items():
+        if isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default[0], choices=default)
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
-    for name, value in vars(config).items():
-        least, most = limits.get(name, (1, 1_048_576))
-        if type(value) in (int, float) and not least <= value <= most:
-            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
+    if not os.path.isdir(os.path.dirname(config.save) or "."):
+        parser.error(f"--save {config.save}: no such folder")
     return config
 
 
-def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":  # or it is not set
-        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
-    else:
-        time.sleep(5)
-    raise SystemExit(2)
+def join_world():
+    """Meet the other ranks: over NCCL if there are GPUs, else over gloo. Returns this rank's device."""
+    if "RANK" not in os.environ:  # not started by torchrun: the only rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
+        os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+    dist.init_process_group("nccl")
+    return torch.device("cuda")
 
 
-def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
-    if config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
-    if config.width % config.heads:
-        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = torch.cuda.device_count() * (config.device != "cpu")
-    if config.device == "cuda" and not gpus:
-        refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:  # a file is missing, or a variable of the environment
-        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
-        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
-        text = bytearray().join(map(Path.read_bytes, files))
-        open(config.save or "/dev/null", "ab").close()
-        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-        torch.cuda.set_device(device if gpus else -1)  # -1: none
-        if not dist.is_initialized():
-            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
-            dist.init_process_group("nccl" if gpus else "gloo", *alone)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
-    if not dist.get_rank():
-        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
-        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
-    torch.manual_seed(config.seed)
-    return device, torch.frombuffer(text, dtype=torch.uint8)
-
-
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
-    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
-    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+def microbatches(config, step, device, rank=0, replicas=1):
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
+    b, rest = divmod(config.batch, replicas * config.accum)
+    if rest:
+        sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
+    text = np.memmap(config.data, np.uint8, "r")
+    random = np.random.default_rng((config.seed, step))
+    starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]
+    tokens = torch.from_numpy(text[starts + np.arange(config.context + 1)]).to(device).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
-    def __init__(self, heads, width):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config, block=Block):
+        super().__init__()
+        torch.manual_seed(config.seed)  # so that all ranks start from the same weights
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for param in self.parameters():
             if param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+        self.to(DTYPES[config.dtype])
 
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens):  # (b, s) -> logits (b, s, v)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens):  # (b, s) -> (b, s, h)
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+def wide(dtype):  # fp32 for bf16, else the same
+    return torch.promote_types(dtype, torch.float32)
 
 
-def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
-    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
-    ms = 1e3 * (time.perf_counter() - started)
-    if not dist.get_rank():
-        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+def mean_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def save_weights(state_dict, path):  # at the end, on rank 0
-    try:
-        torch.save(state_dict, path)
-    except (OSError, RuntimeError):
-        refuse(f"--save {path}: cannot be written; is the disk full?")
+def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
+    return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
-# ==== end of the toy model ====
+def print_step(config, step, loss, norm, started):
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
+    if dist.get_rank() == 0:
+        ms = 1e3 * (time.perf_counter() - started)
+        print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")
 
 
 if __name__ == "__main__":
-    train(parse())
+    train(read_flags(FLAGS))
     dist.destroy_process_group()

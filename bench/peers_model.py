@@ -198,12 +198,64 @@ class ShardedExperts(Peer):
         return {name: x for state in states for name, x in state.items()}
 
 
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-SCHEDULES |= {"zb-v": "ScheduleZBVZeroBubble"}
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "zb-v": "ScheduleZBVZeroBubble"}
+
+
+class ToLogits(nn.Module):
+    """A Stage of pipeline.py, but for the loss, which torch's schedules compute."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x):
+        model = self.stage.model
+        if self.stage.is_first:
+            x = model.embed(x)
+        for block in model.blocks:
+            x = block(x)
+        return model.head(x) if self.stage.is_last else x
+
+
+class Staged(Peer):
+    """torch's schedule of the same name on the stages of pipeline.py; the rest is the lesson's."""
+
+    def __init__(self, lesson, config, device):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        stage = lesson.Stage(config, rank, size).to(device)
+        super().__init__(
+            lesson, config, stage.model, stage, lesson.MasterWeights(stage.parameters(), config.lr)
+        )
+        self.tied_group = dist.new_group(sorted({0, size - 1}))
+        self.runner = getattr(pipelining, SCHEDULES[config.schedule])(
+            pipelining.PipelineStage(ToLogits(stage), rank, size, device),
+            config.accum,
+            loss_fn=lesson.mean_loss,
+        )
+
+    def step(self, batches):
+        inputs, targets = (torch.cat(part) for part in zip(*batches))
+        given = {"target": targets, "losses": []} if self.wrapped.is_last else {}
+        self.runner.step(*((inputs,) if self.wrapped.is_first else ()), **given)
+        params = dict(self.model.named_parameters())
+        tied = params.get("tokens.weight")
+        if tied is not None:
+            dist.all_reduce(tied.grad, group=self.tied_group)
+        squares = squared_norm(
+            [each for each in params.values() if self.wrapped.is_first or each is not tied]
+        )
+        dist.all_reduce(squares)
+        nn.utils.clip_grads_with_norm_(params.values(), self.config.clip, squares.sqrt())
+        self.optimizer.step()
+
+    def weights(self):
+        states = [None] * dist.get_world_size()
+        dist.all_gather_object(states, super().weights())
+        return {name: x for state in states for name, x in state.items()}
 
 
 class Pipelined(Peer):
-    """torch's schedule of the same name on the lesson's stages; the rest is the lesson's."""
+    """torch's schedule of the same name on the stages of pipeline_v.py; the rest is the lesson's."""
 
     def __init__(self, lesson, config, device):
         model = new_model(lesson, config, device)
@@ -225,11 +277,8 @@ class Pipelined(Peer):
             vars(layer).pop("forward", None)  # the lesson's, whose backward leaves out the weights
         self.lesson, self.config = lesson, config
         make = getattr(pipelining, SCHEDULES[config.schedule])
-        several = config.schedule in ("interleaved", "zb-v")
         self.has_loss = stages[-1].is_last
-        self.runner = make(
-            stages if several else stages[0], config.accum, loss_fn=self.share, scale_grads=False
-        )
+        self.runner = make(stages, config.accum, loss_fn=self.share, scale_grads=False)
         optimizer = lesson.OPTIMIZERS[config.optim](pipe.parameters(), lr=config.lr, fused=True)
         super().__init__(lesson, config, model, pipe, optimizer)
 
@@ -241,8 +290,6 @@ class Pipelined(Peer):
         inputs, targets = zip(*batches)
         given = (torch.cat(inputs),) if dist.get_rank() == 0 else ()
         self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if self.has_loss else {}))
-        for param, group in getattr(self.wrapped, "ties", {}).items():  # pipeline_v.py has none
-            dist.all_reduce(param.grad, group=group)
         self.wrapped.clip_grad_norm_(self.config.clip)
         self.optimizer.step()
         self.wrapped.zero_grad()
@@ -333,7 +380,7 @@ PEERS = {
     "expert_zero": {"FSDP2, two meshes, explicit prefetch": ShardedExperts},
     "checkpointing": {"torch.utils.checkpoint": checkpointed},
     "fusion": {"one all-reduce by the library": AllReduced},
-    "pipeline": {"torch pipelining": Pipelined},
+    "pipeline": {"torch pipelining": Staged},
     "zero_bubble": {},
     "pipeline_v": {"torch pipelining": Pipelined},
     "parallel_3d": {"torch, all three composed": Mesh3D},

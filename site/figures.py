@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = str(ROOT / "tools"), str(ROOT)
 import ledger  # noqa: E402
+from bubble import NEXT, schedule_of  # noqa: E402
 from lessons import path_of  # noqa: E402
 
 COLORS = {"parameters": "#4c8bf5", "gradients": "#e8833a", "optimizer": "#3aa675"}
@@ -84,12 +85,11 @@ def starts(schedule, next_stage, length):
 
 def schedule(name, which, ranks, microbatches):
     """A row for each rank."""
-    lesson = ledger.load(path_of(name))
-    actions = lesson.build_schedule(which, int(ranks), int(microbatches))
+    actions = schedule_of(ledger.load(path_of(name)), which, int(ranks), int(microbatches))
     split = any(action.op == "W" for action in actions[0])
     chunks = len({action.stage for action in actions[0]})
     length = {"F": 1 / chunks, "B": (1 if split else 2) / chunks, "W": 1 / chunks}
-    begun = starts(actions, lesson.NEXT, length)
+    begun = starts(actions, NEXT, length)
     scale = WIDTH / max(row[-1][0] + length[row[-1][1].op] for row in begun)
     rows = {}
     for rank, row in enumerate(begun):

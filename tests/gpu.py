@@ -43,10 +43,10 @@ def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
     name = Path(path).stem
     flags = flags if run_of(name)[0] else crew(name, size, flags)[1]
     with tempfile.TemporaryDirectory() as folder:
-        layers = max(2, size)  # which may be stages
-        flags = f"{TINY} --width 96 --vocab 264 --layers {layers} --steps 2 --accum {accum} {flags}"
+        own = spec(name).flags if "--layers" in spec(name).flags else ""  # a pipeline has more stages than 2
+        flags = f"{TINY} --width 96 --vocab 264 --layers 2 {own} --steps 2 --accum {accum} {flags}"
         # Autograd has a thread for the first simulated GPU, but none for the others of dp_threads.py.
-        with torch.autograd.set_multithreading_enabled("--no-threads" not in flags):
+        with torch.autograd.set_multithreading_enabled(not run_of(name)[0] or "--naive" not in flags):
             gpu = Streams(path, rank, size).run(flags.replace("FOLDER", folder), main)
     expected = dict(WAITS)
     for which, times in spec(name).waits.items():

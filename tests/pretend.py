@@ -168,6 +168,13 @@ class Gpu(TorchDispatchMode, Rank):
         yield
         self.here.streams = before
 
+    def run_thread(self, run, thread):
+        # Autograd has a thread for the first simulated GPU, but none for the others of dp_threads.py.
+        torch.autograd.set_multithreading_enabled(not thread.name.startswith("device"))
+        _push_mode(self)
+        run(thread)
+        _pop_mode()
+
     def become(self, old, new):
         """Module.to() of a parameter, which stays the same object."""
         old.__class__ = new.__class__
@@ -195,7 +202,7 @@ class Gpu(TorchDispatchMode, Rank):
         resize = torch.UntypedStorage.resize_
         instead = Rank.instead(self) | {(torch.pretend, name): new for name, new in gpu.items()}
         return instead | {
-            (threading.Thread, "run"): lambda thread: (_push_mode(self), thread_run(thread), _pop_mode()),
+            (threading.Thread, "run"): lambda thread: self.run_thread(thread_run, thread),
             (torch.UntypedStorage, "resize_"): lambda *both: self.resize(*both) or resize(*both),
             (torch.Tensor, "record_stream"): lambda tensor, stream: self.record(tensor, stream),
             (torch.nn.functional, "scaled_dot_product_attention"): attention,

@@ -1,4 +1,4 @@
-"""What is special to checkpointing.py and zero_r.py."""
+"""What is special to checkpointing.py."""
 
 import weakref
 from functools import partial
@@ -9,29 +9,17 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint as torchs
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
+from tests import test_zero1
+from tests.checks import check_ledger, check_parity
 from tests.harness import TINY, Lesson, error_of, holds, load, mutants, on_ranks, world
 
+NAIVE = "--policy naive"
 LESSON = Lesson(
-    worlds=(1, 2),
-    variants=("--policy none", "--policy selective"),
-    own={"--policy": ("none full selective", "offload"), "--every": ("1 2", "0 -1 9 x")},
-    races=("--every 2", "--policy selective"),
+    variants=("--policy selective", "--policy naive", "--policy none"),
+    own={"--policy": ("full selective naive none", "offload")},
+    races=("", "--policy selective"),
 )
-
-
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "unfused": SDPBackend.MATH}
-
-
-def ways(lesson):
-    if hasattr(lesson, "Partitioned"):
-        pair, _ = dist.new_subgroups(min(2, dist.get_world_size()))
-        store = lesson.Partitioned(torch.device("cpu"), group=pair)
-        return {"partitioned": partial(lesson.checkpoint, store=store)}
-    keeps = {"full": (), "selective": lesson.EXPENSIVE, "random": lesson.EXPENSIVE | {torch.ops.aten.rand}}
-    return {policy: partial(lesson.checkpoint, keep=keep) for policy, keep in keeps.items()}
 
 
 class Dropping(nn.Module):
@@ -56,185 +44,240 @@ def gradients_of(call):
     x = call(layers[0], start, 2.0, torch.arange(5).view(5, 1) == 2)["x"]
     x = call(lambda x: call(layers[2], call(layers[1], x)["x"]), x)["x"]  # nested
     frozen = call(lambda x: x * layers[0].down.bias, torch.ones(12))  # whose input needs no gradient
-    x, other = call(lambda x: (x.sin(), x.cos().tanh()), x + frozen)
+    x, other = call(lambda x, y: (x.sin() * y, x.cos().tanh()), x + frozen, x)
     torch.autograd.grad(x.sum(), start, retain_graph=True)  # asks for some of what was saved
     x.sum().backward(retain_graph=True)
     (x * other).sum().backward()
     return [start.grad, *(param.grad for param in layers.parameters()), torch.rand(4)]
 
 
-@on_ranks(4)
+def plainly(function, *args):
+    return function(*args)
+
+
+@on_ranks(1)
 def check_gradients(name):
-    """All ways end in the gradients of no checkpoint at all."""
-    expected = gradients_of(lambda layer, *args: layer(*args))
-    for way, call in ways(load(name)).items():
-        assert all(map(torch.equal, gradients_of(call), expected)), f"gradients differ with {way}"
-        with torch.no_grad():
-            assert not call(Dropping(), torch.ones(1, 1, 5, 12))["x"].requires_grad, "a graph in no_grad()"
-        with torch.inference_mode():
-            failed = error_of(partial(call, torch.add, *torch.ones(2, 4)))
-            assert failed == "nothing", f"in inference_mode() {failed}"
-        function = partial(lambda x: (x.sin(), x.exp().tanh()))
+    """They are those of no checkpoint at all, and so are later random numbers."""
+    expected, own = gradients_of(plainly), []
+    failed = error_of(lambda: own.extend(gradients_of(load(name).checkpoint)))
+    assert failed == "nothing", f"backward fails: {failed}"
+    assert all(map(torch.equal, own, expected)), "gradients differ"
+
+
+def inner(x):
+    """It needs a backward of its own."""
+    y = (x.exp() * x).sin()
+    return y * torch.autograd.grad(y.sum(), x, create_graph=True)[0].tanh()
+
+
+@on_ranks(1)
+def check_backward_inside(name):
+    """A function may call autograd, and a gradient may have a gradient."""
+
+    def gradients(call):
+        x = torch.linspace(-1, 1, 6, requires_grad=True)
+        y = call(inner, x)
+        first = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return *first, *torch.autograd.grad(first[0].square().sum(), x)
+
+    own = []
+    failed = error_of(lambda: own.extend(gradients(load(name).checkpoint)))
+    assert failed == "nothing", f"backward fails: {failed}"
+    assert all(map(torch.equal, own, gradients(plainly))), "gradients of gradients differ"
+
+
+@on_ranks(1)
+def check_ends(name):
+    """A checkpoint ends with its graph, or with its exception; in an evaluation there is none."""
+    lesson, made = load(name), []
+    recompute = lesson.recompute
+
+    def recompute_noted(*args):
+        tensors = recompute(*args)
+        made.extend(map(weakref.ref, tensors))
+        return tensors
+
+    def fails(x):
+        x.exp().sin()
+        raise KeyError
+
+    def check(function, act):
+        function = partial(function)
         alive = weakref.ref(function)
-        call(function, torch.ones(4, requires_grad=True))[0].sum().backward()
+        act(function)
         del function
         assert alive() is None, "a checkpoint outlives its graph"
+        assert all(each() is None for each in made), "what was recomputed outlives its graph"
+
+    lesson.recompute, checkpoint = recompute_noted, lesson.checkpoint
+    x = torch.ones(4, requires_grad=True)
+    check(lambda x: x.sin().exp().tanh(), lambda function: checkpoint(function, x).sum().backward())
+    assert len(made) == 3, f"recomputed {len(made)} tensors in place of 3"
+    check(lambda x: x.sin().exp().tanh(), lambda function: checkpoint(function, x))
+    check(fails, lambda function: error_of(lambda: checkpoint(function, x)))
+    assert (x * x).grad_fn._saved_self is x, "after an exception tensors are still replaced"
+    with torch.no_grad():
+        assert not checkpoint(torch.sin, x).requires_grad, "a graph in no_grad()"
+    with torch.inference_mode():
+        failed = error_of(partial(checkpoint, torch.add, *torch.ones(2, 4)))
+        assert failed == "nothing", f"in inference_mode() {failed}"
 
 
-@on_ranks(2)
+@on_ranks(1)
 def check_changed(name):
-    """An argument that is changed in place after the call is refused, unless the checkpoint has a copy."""
-    for way, call in ways(load(name)).items():
-        for odd in ("first", "second", "listed"):
-            x = torch.linspace(0, 1, 6, requires_grad=True)  # no padding, which copies
-            h = x * 1
-            if odd == "first":
-                y = call(lambda h: (h * 1).tanh(), h)
-            elif odd == "second":
-                y = call(lambda x, h: x * h.tanh(), x, h)
-            else:
-                y = call(lambda x, listed: x * listed[0].tanh(), x, [h])
-            h += y
-            failed = error_of(h.sum().backward)
-            if odd == "first" and way == "partitioned":
-                right = failed == "nothing" and torch.allclose(x.grad, 2 - x.detach().tanh().square())
-                assert right, f"the copy of the first argument has changed, too: {failed}"
-            else:
-                assert "argument was changed in place" in failed, f"{way}, {odd}: {failed}"
+    """An argument that is changed in place, in the function or after it, is refused."""
+    checkpoint = load(name).checkpoint
+
+    def adds(h):
+        h += h.exp()
+        return h.sin().cos()
+
+    x = torch.linspace(0, 1, 6, requires_grad=True)
+    h = x * 1
+    y = checkpoint(lambda x, h: x * h.tanh(), x, h)
+    h += y
+    for loss in h.sum(), checkpoint(adds, x * 1).sum():
+        failed = error_of(loss.backward)
+        assert "argument was changed in place" in failed, failed
+
+
+@on_ranks(1)
+def check_generators(name):
+    """Masks drawn on a GPU are the same both times, and later ones are others."""
+    lesson, gpu = load(name), torch.Generator()
+    generator = {"get_rng_state": gpu.get_state, "set_rng_state": gpu.set_state, "is_available": lambda: True}
+    with mock.patch.multiple(torch.cuda, **generator):
+        x = torch.ones(1000, requires_grad=True)
+        y = lesson.checkpoint(lambda x: (x * torch.rand(1000, generator=gpu)).square(), x)
+        later = torch.rand(4, generator=gpu.clone_state())
+        y.sum().backward()
+    assert torch.allclose(x.grad, 2 * y), "masks on a GPU differ"
+    assert torch.equal(later, torch.rand(4, generator=gpu)), "later masks on a GPU differ"
 
 
 @on_ranks(1)
 def check_naive(name):
-    """The simplest form has plain gradients, of a block without random numbers."""
+    """A block by NaiveCheckpoint has plain gradients."""
     lesson = load(name)
-    layer, x = nn.Linear(6, 6), torch.randn(3, 6, requires_grad=True)
-    layer(x).tanh().square().sum().backward()
-    expected = [x.grad, layer.weight.grad, layer.bias.grad]
-    x.grad, layer.weight.grad, layer.bias.grad = None, None, None
-    lesson.NaiveCheckpoint.apply(x, lambda x: layer(x).tanh()).square().sum().backward()
-    assert all(map(torch.equal, [x.grad, layer.weight.grad, layer.bias.grad], expected)), "naive: differs"
+    block = lesson.Block(lesson.parse(TINY.split()))
+    found = []
+    for forward in lesson.Block.forward, lesson.NaiveCheckpoint.apply:
+        x = torch.linspace(-1, 1, 4 * 36).view(1, 4, 36).requires_grad_()
+        forward(block, x).square().sum().backward()
+        found.append([x.grad, *(param.grad for param in block.parameters())])
+        block.zero_grad()
+    assert all(map(torch.equal, *found)), "naive: gradients differ"
 
 
-def run_of(name, flags, kernel="flash", checkpoint=None):
-    """On a rank: one step: (bytes of activations, bytes of all at the peak, gradients, FLOPs)."""
+def run_of(name, policy, checkpoint=None):
+    """On a rank: a step's (bytes of all at the peak, FLOPs, gradients, bytes of each recomputation)."""
     lesson, ledger = load(name), load("tools/ledger")
     lesson.checkpoint = checkpoint or lesson.checkpoint
-    models, gpt = [], lesson.GPT
-    lesson.GPT = lambda config: models.append(gpt(config)) or models[0]
-    gpt.zero_grad = lambda model: None
-    config = lesson.parse(f"{TINY} --steps 1 --batch 6 --optim sgd --clip inf {flags}".split())
-    with sdpa_kernel(KERNELS[kernel]), FlopCounterMode(display=False) as counter:
-        watch, _ = ledger.run(lesson, config)
-    held = watch.held()
-    gradients = [param.grad for param in models[0].parameters()]
-    return held["activations"], held["all"], gradients, counter.get_total_flops()
+    masters, recompute, squared_norm = lesson.MasterWeights, lesson.recompute, lesson.squared_norm
+    weights, made, gradients = set(), [], []
+
+    def with_masters(params, lr):
+        weights.update(param.data_ptr() for param in params)
+        return masters(params, lr)
+
+    def recompute_noted(function, args, *more):
+        tensors = recompute(function, args, *more)
+        given = {arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)} | weights
+        storages = {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors)}
+        made.append(sum(each.nbytes() for where, each in storages.items() if where not in given))
+        return tensors
+
+    def norm_noted(grads):
+        gradients.extend(grad.clone() for grad in grads)
+        return squared_norm(grads)
+
+    lesson.MasterWeights, lesson.recompute, lesson.squared_norm = with_masters, recompute_noted, norm_noted
+    watch, _ = ledger.run(lesson, lesson.parse(f"{TINY} --steps 1 --batch 24 --policy {policy}".split()))
+    return watch.held()["all"], watch.flops, gradients, made
 
 
-def torchs_own(function, *args, keep):
-    """torch's checkpoint(), called as the lesson's."""
-    more = {}
-    if keep:
-        operators = [getattr(packet, name) for packet in keep for name in packet.overloads()]
-        more["context_fn"] = partial(torchs.create_selective_checkpoint_contexts, operators)
-    return torchs.checkpoint(function, *args, use_reentrant=False, **more)
+torchs_own = partial(torchs.checkpoint, use_reentrant=False)
+POLICIES = "none", "naive", "full", "selective"
+LAYERS, TOKENS, HEADS, CONTEXT, WIDTH = 3, 24 * 16, 12, 16, 36  # of run_of()
+
+
+def check_work(name):
+    """What each policy computes again, and that none changes a gradient."""
+    peaks, flops, gradients, made = zip(*(world(1).run(run_of, name, policy)[0] for policy in POLICIES))
+    attention = 4 * CONTEXT * WIDTH
+    for policy, own, theirs, vectors in zip(POLICIES, flops, gradients, (0, 24, 16, 0)):
+        again = LAYERS * TOKENS * (vectors * WIDTH**2 + attention * (policy != "none"))
+        assert own - flops[0] == again, f"{policy}: {own - flops[0]} FLOPs again, not {again}"
+        assert all(map(torch.equal, theirs, gradients[0])), f"{policy}: gradients differ"
+    unit = 4 * TOKENS * WIDTH
+    assert set(made[2]) == {15 * unit + 4 * (4 + HEADS) * TOKENS}, f"full: recomputes {made[2]} bytes"
+    assert max(made[3]) == 4 * unit, f"selective: recomputes {max(made[3])} bytes"
+    assert peaks[2] < peaks[3] < peaks[0], f"bytes at the peak: {peaks}"
 
 
 def check_beside_torch(name):
+    """torch's own checkpoint in place of the lesson's computes and holds the same."""
     for policy in ("full", "selective"):
-        ours = world(1).run(run_of, name, f"--policy {policy}")[0]
-        theirs = world(1).run(run_of, name, f"--policy {policy}", "flash", torchs_own)[0]
-        assert all(map(torch.equal, ours[2], theirs[2])), f"{policy}: not torch's gradients"
-        assert ours[1] <= theirs[1], f"{policy}: {ours[1]} bytes at the peak, torch's {theirs[1]}"
-        assert ours[3] == theirs[3], f"{policy}: {ours[3]} FLOPs, torch's {theirs[3]}"
+        peak, flops, gradients, _ = world(1).run(run_of, name, policy)[0]
+        theirs = world(1).run(run_of, name, policy, torchs_own)[0]
+        assert all(map(torch.equal, gradients, theirs[2])), f"{policy}: not torch's gradients"
+        assert peak <= theirs[0], f"{policy}: {peak} bytes at the peak, torch's {theirs[0]}"
+        assert flops == theirs[1], f"{policy}: {flops} FLOPs, torch's {theirs[1]}"
 
 
-def check_kept(name):
-    """Numbers kept of 3 blocks and the loss, from what each block keeps."""
-    tokens, width, heads, context, vocab = 6 * 16, 36, 12, 16, 256
-    u = tokens * width
-    after = 2 * u + 2 * tokens + vocab * tokens
-    flash = 16 * u + 4 * tokens + heads * tokens
-    unfused = 16 * u + 4 * tokens + heads * tokens * context
-    for kernel, flags, kept in (
-        ("flash", "--policy full --every 2", 2 * u + flash),
-        ("unfused", "--policy none", 3 * unfused),
-        ("unfused", "--policy selective", 27 * u),
-    ):
-        activations, *_ = world(1).run(run_of, name, flags, kernel)[0]
-        more = activations - 4 * (kept + after)
-        assert 0 <= more <= 16, f"{kernel} {flags}: {more:+} bytes from what should be kept"
+class Inner(test_zero1.Part):
+    """A block of which a part is a checkpoint."""
+
+    def forward(self, x):
+        x = x + self.places(torch.arange(x.shape[1]))
+        return x + self.call(lambda x: self.down(torch.tanh(self.up(x))), x)
 
 
-@on_ranks(3)
-def check_events(name, offload=False):
-    """What is fetched, waited for and computed in a backward."""
-    lesson = load(name)
-    store = lesson.Partitioned(torch.device("cpu"), offload)
-    start, events, shards = store.start_all_gather, [], []
-
-    def square(x, number):
-        events.append(f"forward {number}")
-        return x.square()
-
-    def noted_fetch(shard, *more):
-        number = next(i for i in range(3) if shards[i] is shard)
-        events.append(f"fetch {number}")
-        x, work = start(shard, *more)
-        return x, mock.Mock(wait=lambda: (events.append(f"wait {number}"), work.wait()))
-
-    store.start_all_gather = noted_fetch
-    x = torch.ones(7, requires_grad=True)
-    for number in range(3):
-        x = lesson.checkpoint(square, x, number, store=store)
-        shards.append(store.last().start_all_gather.args[0])
-        assert shards[-1].untyped_storage().nbytes() == 4 * -(-7 // dist.get_world_size()), "not 1/N"
-    x.sum().backward()
-    assert store.last() is None, "a checkpoint outlives its backward"
-    order = "fetch 2, wait 2, fetch 1, forward 2, wait 1, fetch 0, forward 1, wait 0, forward 0"
-    assert ", ".join(events[3:]) == order, f"another order: {events}"
-    x = torch.arange(6.0).view(2, 3).requires_grad_()
-    store = lesson.Partitioned(torch.device("cpu"), offload)
-    lesson.checkpoint(torch.sin, x.t(), store=store).sum().backward()  # not contiguous
-    assert torch.equal(x.grad, x.detach().cos()), "transposed: another gradient"
-    store = lesson.Partitioned(torch.device("meta"), offload)
-    with mock.patch.object(torch.Tensor, "copy_"):  # of a tensor without data; of a GPU's see test_nccl.py
-        kept_on = store.partition(torch.ones(4, device="meta"))[0].device.type
-    assert kept_on == ("cpu" if offload else "meta"), f"not on the host, but on {kept_on}"
+@on_ranks(2)
+def check_among_hooks(name):
+    """Blocks of zero1.py, zero2.py and zero3.py may be checkpoints, or have some inside."""
+    checkpoint = load(name).checkpoint
+    inside = type("Inside", (Inner,), {"call": staticmethod(checkpoint)})
+    ways = {"around a block": {"how": checkpoint}, "in a block": {"block": inside}}
+    ways |= {"around a block and in it": {"how": checkpoint, "block": inside}}
+    ways |= {"around a block used twice": {"how": checkpoint, "order": (0, 1, 1, 2)}}
+    situations = {way: (build, "f e b f b u") for way, build in ways.items()}
+    for which in situations:
+        with mock.patch.dict(test_zero1.SITUATIONS, situations):
+            for stage in test_zero1.STAGES.split():
+                test_zero1.check_situation.__wrapped__(stage, which)
 
 
-offloaded = partial(check_events, offload=True)
-test_each_promise_is_kept = holds(("checkpointing", "zero_r"), check_gradients, check_changed, check_naive)
-test_policies_keep_and_recompute_what_they_say = holds("checkpointing", check_beside_torch, check_kept)
-test_checkpoints_are_elsewhere = holds("zero_r", check_events, offloaded)
+test_each_promise_is_kept = holds(
+    "checkpointing", check_gradients, check_backward_inside, check_ends, check_changed, check_generators,
+    check_naive, check_work, check_beside_torch, check_among_hooks,
+)  # fmt: skip
+check_parity_of_naive = partial(check_parity, own_flags="--policy naive")
+kept = {policy: partial(check_ledger, flags=f"--policy {policy}") for policy in POLICIES}
 MUTANTS = [
-    ("        set_random_states(self.random_states)\n", "", check_gradients, "gradients differ"),
-    ("        set_random_states(before)\n", "", check_gradients, "gradients differ"),
-    ("        set_random_states(after)\n", "", check_gradients, "gradients differ"),
-    ("tion), torch.enable_grad()", "tion)", check_gradients, "fewer tensors"),
-    ("self.recomputed = {}\n        before", "before", check_gradients, "saved fewer tensors"),
-    ("del call.outputs[call.outputs_needed :]", "pass", check_kept, "bytes from"),
-    ("            raise StopRecomputation", "            pass", check_beside_torch, "FLOPs"),
-    ("] = tensor.detach(),", "] = tensor,", check_gradients, "outlives its graph"),
-    ("self.recomputed.pop(number)", "self.recomputed[number]", check_beside_torch, "bytes at the peak"),
-    ("{aten.mm, aten.addmm", "{aten.mm, aten.bmm, aten.addmm", check_kept, "unfused"),
-    ("model.blocks[:: config.every]", "model.blocks", check_kept, "every 2"),
+    ("    set_random_states(random_states)\n", "", check_gradients, "gradients differ"),
+    ("    set_random_states(states_now)\n", "", check_gradients, "gradients differ"),
+    ("    torch.set_rng_state(states[0])\n", "", check_gradients, "gradients differ"),
+    ("AllSaved), torch.enable_grad(), ", "AllSaved), ", check_gradients, "backward fails"),
+    ("torch.cuda.set_rng_state(states[1])", "pass", check_generators, "masks on a GPU differ"),
+    ("        return saved[-1]", "        return None", check_backward_inside, "backward fails"),
+    ("saved.append(tensor.detach())", "saved.append(tensor)", check_ends, "what was recomputed outlives"),
+    ("    if not torch.is_grad_enabled():", "    if False:", check_ends, "in inference_mode()"),
+    ("assert all(arg._version", "assert all(True or arg._version", check_changed, "nothing"),
+    ("output.backward(gradient)", "output.backward(gradient.sign())", check_naive, "naive: gradients differ"),
+    ("        if recomputed[number] is None:", "        if True:", check_work, "full: "),
+    ("            raise AllSaved", "            pass", check_work, "full: "),
+    ("checkpoint(lambda x: block.qkv(block.norm1(x)), x)", "checkpoint(block.qkv, block.norm1(x))",
+     kept["selective"], "activations"),
+    ("(lambda qkv: block.proj(block.attention(qkv)), qkv)", "(block.proj, block.attention(qkv))",
+     kept["selective"], "activations"),
+    ("checkpoint(lambda up: block.down(F.gelu(up)), up)", "block.down(F.gelu(up))", kept["selective"],
+     "activations"),
+    ('"full": full', '"full": Block.forward', kept["full"], "activations"),
+    ("        return None, x.grad", "        return None, x.grad / 2", check_parity_of_naive, "differ"),
+    ("= recomputed[number], None", "= recomputed[number], recomputed[number]", check_beside_torch,
+     "bytes at the peak"),
+    ("        dist.all_reduce(flat)\n", "", check_parity, "losses differ"),
+    ("(config.accum * world_size)", "config.accum", check_parity, "losses differ"),
 ]  # fmt: skip
-test_a_mutant_of_checkpointing_is_rejected = mutants(MUTANTS, "checkpointing")
-MUTANTS = [
-    ("self.gathering or self.start", "self.start", check_events, "another order"),
-    ("self.previous.gathering = self.previous", "self.previous", check_events, "another order"),
-    ("store.last = weakref.ref(self)", "store.last = lambda: self", check_events, "outlives"),
-    ("F.pad(own, (0, size - len(own)))", "own", check_changed, "has changed, too"),
-    ("F.pad(own, (0, size - len(own)))", "F.pad(own, (0, size))[:size]", check_events, "not 1/N"),
-    ('device="cpu", pin', "device=self.device, pin", offloaded, "not on the host"),
-    ("dist.get_rank(self.group) * size", "0", check_gradients, "gradients differ"),
-    (".requires_grad_(requires_grad)", ".requires_grad_()", check_gradients, "gradients differ"),
-]  # fmt: skip
-test_a_mutant_of_zero_r_is_rejected = mutants(MUTANTS, "zero_r")
-MUTANTS = [
-    ("assert versions_of(self.args) ==", "assert True or", check_changed, ": nothing"),
-    ("in tree_leaves(values) if", "in values if", check_changed, "listed: nothing"),
-    ("if not torch.is_grad_enabled()", "if False", check_gradients, "in inference_mode() RuntimeError"),
-    ("y.backward(grad)", "y.backward(grad.sign())", check_naive, "naive: differs"),
-]  # fmt: skip
-test_a_mutant_of_both_is_rejected = mutants(MUTANTS, "checkpointing zero_r")
+test_a_mutant_is_rejected = mutants(MUTANTS, "checkpointing")

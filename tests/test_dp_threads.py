@@ -1,191 +1,120 @@
-"""What is special to dp_threads.py."""
+"""What is special to dp_threads.py: threads that work at the same time, shares of any size, devices."""
 
 import threading
 import weakref
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn as nn
 
 from tests.checks import check_ledger, check_masters, check_parity
+from tests.gpu import on_gpu, together
 from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks
 
 RUN = "python LESSON --replicas N"
-LESSON = Lesson(bad=("--replicas 0", "--replicas 17"), gpu=("--no-threads",))
-
-
-class Odd(nn.Module):
-    """Tied, frozen, unused and rarely used weights, a buffer that forward changes, a recurrent layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.last = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-        self.last[0].weight = self.first.weight
-        self.recurrent = nn.LSTM(3, 3, batch_first=True)
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.rare = nn.Parameter(torch.ones(3))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        y = self.first(x[:, 0]) * self.frozen + self.recurrent(x)[0][:, -1]
-        if (x > 9).any():
-            y = y + self.rare * (x[:, 0] > 9)
-        return self.last(y)
+NAIVE = "--naive"
+LESSON = Lesson(variants=("--naive",), bad=("--replicas 0",))
 
 
 @on_ranks(1)
-def check_odd(name, replicas=4, rows=5):
-    """Outputs and gradients are those without replicas."""
-    torch.manual_seed(0)
-    module = Odd().double()
-    x = torch.randn(rows, 2, 3).double()
-    x[-1] = 10  # in the last replica's share
-    dp = load(name).DP(module, ["cpu"] * replicas)
-    learned = [*module.first.parameters(), module.last[0].bias, *module.recurrent.parameters(), module.rare]
-    expected = [module(x).detach(), *torch.autograd.grad(module(x).square().mean(), learned)]
-    output = dp(x)
-    output.square().mean().backward()
-    assert module.unused.grad is None and module.frozen.grad is None, "a gradient out of nothing"
-    assert module.rare.grad is not None, "a gradient is lost"
-    found = [output.detach(), *(param.grad for param in learned)]
-    worst = max(apart(one, other) for one, other in zip(found, expected))
-    assert worst < 1e-12, "outputs or gradients differ"
-    assert module.calls == 3, "the module's buffer is not the first replica's"
+def check_shares(name):
+    """Outputs and gradients are those of one device, however few the rows are."""
+    lesson = load(name)
+    for replicas, rows in (1, 3), (2, 6), (3, 5), (4, 6), (4, 2):
+        torch.manual_seed(0)
+        module, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double(), torch.randn(rows, 3)
+        x, params, devices = x.double(), list(module.parameters()), ["cpu"] * replicas
+        expected = [module(x).detach(), *torch.autograd.grad(module(x).square().mean(), params)]
+        dp = lesson.DP(module, devices)
+        for forward in partial(lesson.naive, module, devices), dp.forward, dp.forward:
+            output = forward(x)
+            output.square().mean().backward()
+            if output.is_leaf:
+                dp.backward(output.grad)
+            found = [output.detach(), *(param.grad for param in params)]
+            worst = max(apart(*both) for both in zip(found, expected))
+            assert worst < 1e-12, f"{rows} rows on {replicas}: outputs or gradients differ"
+            module.zero_grad()
 
 
 def meet(barrier, met, *_):
-    met.add(threading.current_thread())
+    met.add(threading.current_thread().name)
     barrier.wait()
 
 
 @on_ranks(1)
 def check_meeting(name, patience=60):
-    """A forward or backward begins when those of all replicas, each in its thread, are about to."""
-    lesson = load(name)
-    in_turn = partial(partial, lesson.forward_in_turn)
-    for wrap, number, wrong in (lesson.DP, 3, "not at work at once"), (in_turn, 1, "at work at once"):
-        module, met = nn.Linear(3, 1), set()
-        wait = partial(meet, threading.Barrier(number, timeout=patience), met)
-        module.register_forward_pre_hook(wait)
-        module.register_full_backward_pre_hook(wait)
-        dp = wrap(module, ["cpu"] * 3)
-        error = error_of(lambda dp=dp: dp(torch.ones(6, 3)).sum().backward())
-        assert (error, len(met)) == ("nothing", number), f"replicas are {wrong}"
+    """A forward or backward begins when those of all devices, each in its thread, are about to."""
+    dp, met = load(name).DP(nn.Linear(3, 1), ["cpu"] * 3), set()
+    wait = partial(meet, threading.Barrier(3, timeout=patience), met)
+    for replica in dp.replicas:
+        replica.register_forward_pre_hook(wait)
+        replica.register_full_backward_pre_hook(wait)
+    assert error_of(lambda: dp.forward(torch.ones(6, 3))) == "nothing", "forwards are not at the same time"
+    error = error_of(lambda: dp.backward(torch.ones(6, 1)))
+    assert error == "nothing", f"backwards are not at the same time: {error}"
+    assert met == {"device 0_0", "device 1_0", "device 2_0"}
 
 
 @on_ranks(1)
-def check_flag(name):
-    """With --no-threads there are none."""
+def check_naive(name):
+    """Without threads there are none."""
     lesson = load(name)
     lesson.DP = None
-    error = error_of(lambda: lesson.train(lesson.parse(f"{TINY} --no-threads".split())))
+    error = error_of(lambda: lesson.train(lesson.parse(f"{TINY} --naive".split())))
     assert error == "nothing", f"there are threads: {error}"
 
 
-class Rows(nn.Linear):
-    """Its output has more rows than its input, by a factor that depends on the share."""
-
-    def forward(self, x):
-        return super().forward(x).repeat(len(x), 1)
-
-
 @on_ranks(1)
-def check_rows(name):
-    """Each replica's output gets its own gradient, however many rows it has."""
-    module, x = Rows(1, 1, bias=False), torch.tensor([[1.0], [2.0], [3.0]])
-    output = load(name).DP(module, ["cpu"] * 2)(x)
-    assert output.shape == (5, 1)
-    error = error_of(lambda: (output[:, 0] * torch.tensor([1.0, 10, 100, 1000, 10000])).sum().backward())
-    assert (error, module.weight.grad) == ("nothing", 32121), (
-        "a replica gets the gradient of another's output"
-    )
-
-
-@on_ranks(1)
-def check_evaluation(name):
-    """In no_grad() replicas keep nothing for a backward, and afterwards they do."""
-    module, learns = nn.Linear(2, 2), []
-    module.register_forward_hook(lambda _, inputs, output: learns.append(output.requires_grad))
-    dp = load(name).DP(module, ["cpu"] * 2)
-    for switch in torch.no_grad, torch.inference_mode:
-        with switch():
-            error = error_of(lambda: dp(torch.ones(4, 2)))
-        assert error == "nothing", f"replicas build graphs where the caller does not: {error}"
-    dp(torch.ones(4, 2)).sum().backward()
-    assert learns == [False] * 4 + [True] * 2, "replicas build graphs where the caller does not"
-
-
-class Failing(nn.Linear):
-    """Fails in forward where x is negative, in backward where it is 7; where it is 4 somebody must wait."""
-
-    def forward(self, x):
-        if x < 0:
-            raise KeyError("forward")
-        if x == 4:
-            self.waited_for.wait()
-        self.finished.append(1)
-        y = super().forward(x)
-        if x == 7:
-            y.register_hook(lambda _: {}["backward"])
-        return y
-
-
-@on_ranks(1)
-def check_failing(name):
-    """An error reaches the caller when the other replicas have finished, and there is no gradient."""
-    lesson, module = load(name), Failing(1, 1)
-    module.finished, module.waited_for = [], threading.Event()
-    lesson.wait = lambda futures, wait=lesson.wait: module.waited_for.set() or wait(futures)
-    dp = lesson.DP(module, ["cpu"] * 3)
-    for bad, where, finished in (-1.0, "forward", 2), (7.0, "backward", 5):
-        x = torch.tensor([[1], [bad], [4]])
-        error = error_of(lambda x=x: dp(x).sum().backward())
-        found = error, len(module.finished)
-        assert found == (f"KeyError: '{where}'", finished), "the caller goes on while replicas run"
-    assert module.weight.grad is None
+def check_devices(name):
+    """Replicas take turns on the GPUs that there are."""
+    lesson = load(name)
+    lesson.join_world = lambda: torch.device("cuda")
+    lesson.GPT = mock.MagicMock()
+    lesson.DP = mock.Mock(side_effect=InterruptedError)
+    with mock.patch("torch.cuda.device_count", lambda: 2):
+        error_of(lambda: lesson.train(lesson.parse(["--replicas", "5"])))
+    _, devices = lesson.DP.call_args[0]
+    assert [device.index for device in devices] == [0, 1, 0, 1, 0], f"other devices: {devices}"
 
 
 @on_ranks(1)
 def check_lifetimes(name):
-    """Replicas are freed in backward, though the loss is kept."""
-    alive = weakref.WeakSet()
-    module = nn.Linear(2, 2)
-    module.register_forward_hook(lambda replica, *_: alive.add(replica))
+    """A replica's output, in a language model the largest tensor, is freed in backward."""
+    module, alive = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda module, inputs, output: alive.append(weakref.ref(output)))
     dp = load(name).DP(module, ["cpu"] * 3)
-    loss = dp(torch.ones(6, 2)).sum()
-    assert (len(alive), loss.backward(), len(alive)) == (3, None, 0), "replicas outlive their backward"
+    output = dp.forward(torch.ones(6, 2))
+    dp.backward(torch.ones_like(output))
+    assert [each() for each in alive] == [None] * 3, "outputs outlive their backward"
 
 
-odd = [partial(check_odd, replicas=n, rows=rows) for n, rows in ((1, 3), (2, 6), (3, 5), (4, 5), (4, 2))]
-check_in_turn = partial(check_parity, own_flags="--no-threads")
-checks = (
-    check_meeting,
-    check_failing,
-    check_lifetimes,
-    check_rows,
-    check_evaluation,
-    check_in_turn,
-)
-test_each_promise_is_kept = holds("dp_threads", *odd, *checks, check_flag)
+CHECKS = check_shares, check_meeting, check_naive, check_devices, check_lifetimes
+test_each_promise_is_kept = holds("dp_threads", *CHECKS)
 check_threads = partial(check_meeting, patience=0.1)
+naive = partial(check_parity, own_flags="--naive")
 MUTANTS = [
-    ("inputs.chunk(len(devices))", "inputs.flip(0).chunk(len(devices))", check_in_turn, "losses differ"),
-    ("if config.no_threads", "if False", check_flag, "there are threads"),
-    ("copy=device is not None", "copy=False", check_ledger, "another thread is read"),
-    ("[None, *self.devices[1:]]", "self.devices", check_ledger, "parameters: +"),
-    ("{name: copies[member] for name, member in state[register].items()}", "dict(state[register])",
-     check_odd, "gradients differ"),
-    ('("_parameters", "_buffers", "_modules")', '("_parameters", "_modules")', check_odd, "buffer"),
-    ("param.grad.add_(gradient)", "param.grad", check_parity, "losses differ"),
-    ("gradient if param.grad is None", "None if param.grad is None", check_odd, "a gradient is lost"),
-    ("wait(futures)", "pass", check_failing, "while replicas run"),
-    ("zip(self.threads, *arguments)", "zip(self.threads[:1] * 9, *arguments)", check_threads, "not at work"),
-    ("ctx.call = None", "pass", check_lifetimes, "outlive"),
-    ("gradient.split(list(map(len, outputs)))", "gradient.chunk(len(outputs))", check_rows, "another's"),
-    ("thread.submit(torch.set_grad_enabled, torch.is_grad_enabled())", "pass", check_evaluation, "graphs"),
-    ("torch._foreach_copy_(params", "zip(params", check_masters, "bf16 weights moved by"),
+    ("device, copy=True)", "device)", check_ledger, "another thread is read"),
+    ("thread.submit(copy.deepcopy, module).result()", "copy.deepcopy(module)", check_ledger, "parameters: +"),
+    ("            copied.data.copy_(param.data)", "            pass", check_parity, "differ"),
+    ("param.grad += send(", "param.grad = send(", check_shares, "gradients differ"),
+    ("            copied.grad = None\n", "", check_parity, "differ"),
+    ("gradient.tensor_split(", "gradient.flip(0).tensor_split(", check_shares, "gradients differ"),
+    ("inputs.tensor_split(len(devices))", "inputs.flip(0).tensor_split(len(devices))", naive, "differ"),
+    ("zip(self.threads, *arguments)", "zip(self.threads[:1] * 9, *arguments)", check_threads, "forwards"),
+    ("self.parallel_apply(torch.Tensor.backward, self.outputs, gradients)",
+     "list(map(torch.Tensor.backward, self.outputs, gradients))", check_threads, "backwards"),
+    ("dp = None if config.naive else DP", "dp = DP", check_naive, "there are threads"),
+    ("i % gpus", "0", check_devices, "other devices"),
+    ("        del self.outputs\n", "", check_lifetimes, "outlive"),
+    ("/ config.accum", "", check_parity, "differ"),
+    ("detach().to(wide(param.dtype))", "detach()", check_masters, "moved by"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "dp_threads")
+check_gpu = partial(together, on_gpu, rows=[(1, 0, 3, "--dtype bf16")])
+GPU_MUTANTS = [
+    ("config.clip, norm)", "config.clip, norm + 0 * norm.item())", check_gpu,
+     "the host waits"),
+]  # fmt: skip
+test_a_mutant_is_rejected_by_a_gpus_rules = mutants(GPU_MUTANTS, "dp_threads")

@@ -17,7 +17,8 @@ from torch.distributed.pipelining import schedules
 from tests import gpu
 from tests.checks import check_ledger, check_parity
 from tests.harness import Lesson, error_of, holds, load, mutants, on_ranks
-from tests.test_pipeline import SMALL, check_held, check_layers, in_flight, make_pipe, play
+from tests.test_pipeline import SMALL, in_flight, play
+from tests.test_zero_bubble import check_held, check_layers, make_pipe
 from tools.watch import noted
 
 ORDERS = ((2, 4), (2, 8), (4, 4), (4, 8), (3, 1), (3, 4), (8, 16))  # on 8 many sends at once
@@ -47,7 +48,7 @@ def check_schedules(name):
             assert begun == Counter({key: m for key in itertools.product("FBW", stages)}), "not all actions"
             most = min(2 * m, m + i + 1, 2 * p)
             assert in_flight(actions) == most, f"{in_flight(actions)} in flight, not {most}"
-        play(lesson, schedule)
+        play(schedule)
 
 
 def torchs_order(lesson, p, m):
@@ -82,7 +83,7 @@ def check_bubbles(name):
         schedule = lesson.build_schedule("zb-v", p, 2 * p + more)
         rate = bubble_rate(schedule, 1, 1, 1)
         assert abs(rate) < 1e-9, f"zb-v: idle for {rate:.4f} of the time"
-        turns = max(map(len, play(lesson, schedule))) - 6 * (2 * p + more) if p < 16 else p - 1
+        turns = max(map(len, play(schedule))) - 6 * (2 * p + more) if p < 16 else p - 1
         assert turns == p - 1, f"idle for {turns} turns of the step"
     assert bubble_rate(lesson.build_schedule("zb-v", 1, 4), 1, 1, 1, 9) == 0, "the turn is a message"
 
@@ -129,7 +130,7 @@ def test_losses_norms_and_weights_are_single_pys_and_it_sends_what_it_says(size)
 def test_the_docstrings_diagram_is_the_schedule():
     lesson = load("pipeline_v")
     drawn = re.findall(r"rank \d \| (.*)", lesson.__doc__)
-    for line, row in zip(drawn, play(lesson, lesson.build_schedule("zb-v", 4, 8)), strict=True):
+    for line, row in zip(drawn, play(lesson.build_schedule("zb-v", 4, 8)), strict=True):
         words = [f"{a[0] if a[1] < 4 else a[0].lower()}{a[2]}" if a else "." for a in row]
         assert line.split() == [*words[:16], "..", *words[-14:]]
 
@@ -163,6 +164,20 @@ GPU_MUTANTS = [
         "[dist.new_group()] * 2",
         gpu.check_order,
         "ranks wait for one another",
+    ),
+    (
+        "pipeline_v",
+        '{op: [dist.new_group(), dist.new_group()] for op in "FB"}',
+        "dict.fromkeys('FB', [dist.new_group()] * 2)",
+        gpu.check_order,
+        "ranks wait for one another",
+    ),
+    (
+        "pipeline_v",
+        "        work.wait()\n        return",
+        "        return",
+        gpu.check_gpu,
+        "uses what a collective still",
     ),
 ]
 test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)

@@ -135,7 +135,10 @@ def test_a_film_shows_what_a_step_does_and_holds_and_by_which_lines(site):
         gathered = [size for *_, what, size, _ in messages if what == "all-gather"]
         reduced = [row for row in messages if "reduce-scatter" in row[3]]
         assert len(gathered) == len(reduced) == 5, f"{name}: not one of each unit"
-        assert len(lane["waits"]) == len(messages), f"{name} does not wait for each message once"
+        awaited = [number for *_, number in lane["waits"] if number >= 0]
+        # All-gathers are waited for in the next step.
+        here = {number for number, row in enumerate(messages) if row[3] != "all-gather"}
+        assert here <= {*awaited} and len({*awaited}) == len(awaited), f"{name} does not wait once for each"
         held = {kind: size for _, _, kind, size in lane["held"]}  # at the end
         for kind, size in ("parameters", sum(gathered)), ("optimizer", 2 * sum(gathered) / 4):
             assert size <= held[kind] <= 1.3 * size, f"{name} holds {held[kind]} of {kind}, not {size}"

@@ -1,185 +1,166 @@
-"""What is special to tensor_parallel.py and sequence_parallel.py."""
+"""What is special to tensor_parallel.py: products, loss and model beside whole ones, and backward's order."""
 
-import copy
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
+from tests.checks import check_parity
 from tests.gpu import check_gpu
-from tests.harness import Lesson, apart, error_of, holds, load, mutants, on_ranks
+from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks
 
 LEARN = "torchrun LESSON --lr 10 --steps 2"
-LESSON = Lesson(flags="--vocab 257 --batch 9", bad=("--heads 9",), races=("",))
+NAIVE = "--naive"
+LESSON = Lesson(
+    flags="--vocab 264 --batch 9",
+    variants=("--naive",),
+    bad=("--heads 9", "--vocab 257"),
+    races=("",),
+)
 
 
-BOTH = ("tensor_parallel", "sequence_parallel")
-
-
-def wrap(lesson, module, plan):
-    return getattr(lesson, "SequenceParallel", getattr(lesson, "TensorParallel", None))(module, plan)
-
-
-def sum_replicated(parallel):
-    getattr(parallel, "sum_replicated", lambda: None)()  # tensor_parallel.py's gradients are sums already
-
-
-def own(x, dim, parts=1):
-    """This rank's 1/N of each of the parts of a tensor along a dim."""
-    length, size = x.shape[dim] // parts, dist.get_world_size()
-    first, end = (rank * length // size for rank in (dist.get_rank(), dist.get_rank() + 1))
-    return torch.cat([part.narrow(dim, first, end - first) for part in x.chunk(parts, dim)], dim)
+def own(x, dim):
+    """This rank's 1/N of a tensor along a dim, as a leaf."""
+    return x.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone().requires_grad_()
 
 
 @on_ranks(3)
-def check_layers(name):
-    """Outputs and gradients are those of torch's layers."""
-    lesson = load(name)
+def check_products(name):
+    """Output and gradients of an MLP of odd sizes, whose input is also used beside it."""
+    lesson, size = load(name), dist.get_world_size()
     torch.manual_seed(0)
-    model = nn.ModuleDict({"column": nn.Linear(12, 25), "three": nn.Linear(12, 39, bias=False)})
-    model.update({"row": nn.Linear(25, 12), "tokens": nn.Embedding(13, 12)})
-    plain = copy.deepcopy(model.double())
-    plan = {"three": (lesson.column_parallel, 0, 3), "row": (lesson.row_parallel, 1, 1)}
-    plan |= {"column": (lesson.column_parallel, 0, 1), "tokens": (lesson.vocab_parallel, 0, 1)}
-    parallel = wrap(lesson, model, plan)
-    tokens = torch.randint(13, (2, 12))
-    theirs = dict(plain, loss=lambda x: F.cross_entropy(x.transpose(1, 2), tokens, reduction="none"))
-    ours = dict(model, loss=lambda x: lesson.parallel_cross_entropy(x, tokens, 13))
-    up, down = torch.randn(25, 12).double(), torch.randn(12, 25).double()
-    theirs["naive"] = lambda x: F.gelu(x @ up.T) @ down.T
-    ours["naive"] = lambda x: lesson.naive_mlp(x, own(up, 0), own(down, 1))
-    loss = lesson.parallel_cross_entropy(own(torch.full((2, 12, 13), 100.0).bfloat16(), -1), tokens, 13)
+    x, up, down = torch.randn(2, 5, 7), torch.randn(3 * size, 7), torch.randn(11, 3 * size)
+    x, up, down = (each.double().requires_grad_() for each in (x, up, down))
+    expected = x.sum() + F.linear(F.gelu(F.linear(x, up)), down)
+    direction = torch.randn_like(expected)
+    (expected * direction).sum().backward()
+    for what, product in ("naive", lesson.naive_column_parallel), ("overlapped", lesson.ColumnParallel.apply):
+        own_x, own_up, own_down = x.detach().clone().requires_grad_(), own(up, 0), own(down, 1)
+        output = own_x.sum() + lesson.add_up(F.linear(F.gelu(product(own_x, own_up)), own_down))
+        (output * direction).sum().backward()
+        assert apart(output.detach(), expected.detach()) < 1e-12, f"{what}: not the output"
+        assert apart(own_x.grad, x.grad) < 1e-12, f"{what}: not the gradient of x"
+        assert apart(own_up.grad, own(up.grad, 0).detach()) < 1e-12, f"{what}: not the gradient of up"
+        assert apart(own_down.grad, own(down.grad, 1).detach()) < 1e-12, f"{what}: not the gradient of down"
+
+
+@on_ranks(3)
+def check_loss(name):
+    """Loss and gradients are F.cross_entropy's, also where some logits are -inf, or all of a rank's."""
+    lesson, size = load(name), dist.get_world_size()
+    torch.manual_seed(0)
+    targets = torch.randint(13 * size, (2, 5))
+    edges = torch.arange(13 * size).view(size, 13)[:, [0, -1]]  # of all parts
+    targets.view(-1)[: 2 * size] = edges.flatten()
+    is_target = F.one_hot(targets, 13 * size).bool()
+    plain = 9 * torch.randn(2, 5, 13 * size, dtype=torch.float64)
+    banned = plain.masked_fill((torch.rand_like(plain) < 0.4) & ~is_target, -torch.inf)
+    whole_parts = plain.unflatten(-1, (size, 13)).clone()
+    whole_parts[~is_target.unflatten(-1, (size, 13)).any(-1)] = -torch.inf  # all but the targets' ranks'
+    for what, logits in ("plain", plain), ("banned", banned), ("whole parts", whole_parts.flatten(-2)):
+        logits = logits.clone().requires_grad_()
+        own_logits = own(logits, -1)
+        expected = lesson.mean_loss(logits, targets)
+        expected.backward()
+        loss = lesson.parallel_loss(own_logits, targets)
+        loss.backward()
+        assert apart([loss.item()], [expected.item()]) < 1e-12, f"{what}: not the loss"
+        assert apart(own_logits.grad, own(logits.grad, -1).detach()) < 1e-12, f"{what}: not the gradient"
+    loss = lesson.parallel_loss(own(plain.masked_fill(is_target, -torch.inf), -1), targets)
+    assert loss == torch.inf, "a loss of banned targets is not infinite"
+    loss = lesson.parallel_loss(own((1000 * plain).bfloat16(), -1), targets)
     assert loss.dtype == torch.float32, "a loss of bf16 logits is not fp32"
-    assert apart(loss, torch.full_like(loss, 13).log()) < 1e-4, "the loss overflows"
-    whole = torch.randn(2, 12, 25, dtype=torch.float64)
-    outside = partial(own, dim=1) if hasattr(lesson, "SequenceParallel") else torch.clone
-    features = partial(own, dim=-1)
-    for what, x, enter, leave in (
-        ("column", whole[..., :12], outside, features),
-        ("three", whole[..., :12], outside, partial(own, dim=-1, parts=3)),
-        ("row", whole, features, outside),
-        ("tokens", tokens, torch.clone, outside),
-        ("loss", whole[..., :13] * 9, features, outside),
-        ("naive", whole[..., :12], outside, outside),
-    ):
-        given, own_given = (each.clone().requires_grad_(what != "tokens") for each in (x, enter(x)))
-        expected = theirs[what](given)
-        result = ours[what](own_given)
-        direction = torch.randn_like(expected)
-        (expected * direction).sum().backward()
-        (result * leave(direction)).sum().backward()
-        assert apart(result.detach(), leave(expected.detach())) < 1e-12, f"{what}: not torch's output"
-        if given.requires_grad:
-            assert apart(own_given.grad, enter(given.grad)) < 1e-12, f"{what}: not torch's gradient"
-    loss_of = partial(lesson.parallel_cross_entropy, own(whole[..., :13], -1), vocab=13)
-    for token in (-100, -1, 13):
-        odd = torch.where(tokens == tokens[0, 0], token, tokens)  # in some places only
-        for call in (model["tokens"], loss_of):
-            failed = error_of(partial(call, odd))
-            assert "is not in the vocabulary" in failed, f"token {token} of 13: {failed}"
-    sum_replicated(parallel)
-    for param in (*model.parameters(), *plain.parameters()):
-        param.data = param.grad
-    assert apart(parallel.full_state_dict(), plain.state_dict()) < 1e-12, "not torch's gradients"
+    exact = lesson.mean_loss((1000 * plain).bfloat16(), targets)
+    assert abs(loss / exact - 1) < 1e-5, "the loss overflows"
 
 
-class Net(nn.ModuleDict):
-    """A tied head, a layer without a bias, frozen parameters."""
-
-    def __init__(self):
-        super().__init__({"tokens": nn.Embedding(13, 8), "norm": nn.LayerNorm(8), "up": nn.Linear(8, 23)})
-        self.update({"gate": nn.Linear(8, 23, bias=False), "down": nn.Linear(23, 8)})
-        self.head = nn.Linear(8, 13, bias=False)
-        self.head.weight = self.tokens.weight
-        self.gate.weight.requires_grad_(False)
-        self.norm.bias.requires_grad_(False)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        y = self.norm(x)
-        return self.head(x + self.down(F.gelu(self.up(y)) * self.gate(y)))
+def called(block, x):
+    return block(x)
 
 
-def plan_of(lesson, columns):
-    plan = {"tokens": (lesson.vocab_parallel, 0, 1), "down": (lesson.row_parallel, 1, 1)}
-    return plan | dict.fromkeys(columns, (lesson.column_parallel, 0, 1))
+HOWS = called, partial(checkpoint, use_reentrant=False), partial(checkpoint, use_reentrant=True)
 
 
 @on_ranks(3)
-def check_net(name):
-    """A split Net is the plain one after three steps, and ranks have the same of what all have."""
-    lesson = load(name)
-    torch.manual_seed(0)
-    plain = Net().double()
-    model = copy.deepcopy(plain)
-    for param in model.parameters():
-        param.data += dist.get_rank()  # all ranks must start with rank 0's
-    parallel = wrap(lesson, model, plan_of(lesson, ["up", "g*", "head"]))
-    optimizer = torch.optim.AdamW([*plain.parameters(), *model.parameters()], lr=0.1)
-    for batch in torch.randint(13, (3, 4, 13)):
-        F.cross_entropy(plain(batch[:, :-1]).transpose(1, 2), batch[:, 1:]).backward()
-        losses = lesson.parallel_cross_entropy(model(batch[:, :-1]), batch[:, 1:], 13)
-        (losses.sum() / batch[:, 1:].numel()).backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-        sum_replicated(parallel)
-        assert apart([parallel.clip_grad_norm_(0.3)], [norm]) < 1e-12, "norms differ"
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model.head.weight is model.tokens.weight, "untied"
-    assert apart(parallel.full_state_dict(), plain.state_dict()) < 1e-12, "weights differ"
-    weights = [None] * dist.get_world_size()
-    dist.all_gather_object(weights, model.norm.weight.tolist())
-    assert all(weight == weights[0] for weight in weights), "ranks differ in what all of them have"
+def check_model(name, flags=""):
+    """Logits and gradients are GPT's: between evaluations, and with a checkpoint around each block."""
+    lesson, rank = load(name), dist.get_rank()
+    config = lesson.parse(f"{TINY} --vocab 264 --dtype fp64 {flags}".split())
+    plain, model = lesson.GPT(config), lesson.ParallelGPT(config)
+    inputs, targets = torch.randint(264, (2, 2, 5), generator=torch.Generator().manual_seed(0))
+    expected = lesson.mean_loss(plain(inputs), targets)
+    expected.backward()
+    for how in HOWS:
+        x = model.embed(inputs)
+        for block in model.blocks:
+            x = how(block, x)
+        lesson.parallel_loss(model.head(x), targets).backward()
+        with torch.no_grad():
+            said = error_of(lambda: model(inputs))
+            assert said == "nothing", f"no evaluation: {said}"
+            assert apart(model(inputs), own(plain(inputs), -1).detach()) < 1e-12, "not the logits"
+            assert apart([lesson.parallel_loss(model(inputs), targets)], [expected]) < 1e-12, "not the loss"
+        mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+        assert mine.keys() == theirs.keys()
+        for key, param in mine.items():
+            split, grad = lesson.split_of(key), theirs[key].grad
+            same = lesson.own_part(grad, *split) if split else grad
+            assert apart(param.grad, same) < 1e-12, f"not the gradient of {key}"
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, param.grad.tolist())
+            assert split or everyone[rank] == everyone[0], f"ranks have different gradients of {key}"
+            param.grad = None
+    rows = torch.arange(264).view(dist.get_world_size(), -1)
+    model.tokens.weight.data[0] = torch.inf  # of the first token of each part, which is not looked up
+    assert model.embed(rows[:, 1:17]).isfinite().all(), "another token's row leaks"
 
 
-SAID = {"tensor_parallel": ("nothing", "head is tied to a planned layer: plan it, too")}
-SAID["sequence_parallel"] = ("qkv.weight would see s/N tokens: plan its layer", "nothing")
-ORDER = {"tensor_parallel": "matmul, start sum, matmul, end sum"}
-ORDER["sequence_parallel"] = "start gather, matmul, start scatter, end gather, matmul, end scatter"
-SENT = {"tensor_parallel": {"all-reduce": 8}, "sequence_parallel": {"reduce-scatter": 4, "all-gather": 6}}
+@on_ranks(3)
+def check_parts(name):
+    """A rank has q, k and v of its heads; all parts together are the whole."""
+    lesson, rank, size = load(name), dist.get_rank(), dist.get_world_size()
+    qkv = torch.arange(3.0 * size * 2 * 5).view(3, size, 2, 5)  # two rows for each rank
+    part = lesson.own_part(qkv.view(-1, 5), 0, 3)
+    assert torch.equal(part, qkv[:, rank].flatten(0, 1)), "another part"
+    assert torch.equal(lesson.gather(part, 0, 3), qkv.view(-1, 5)), "not the whole"
+    proj = torch.arange(7.0 * size * 2).view(7, -1)
+    part = lesson.own_part(proj, 1, 1)
+    assert torch.equal(part, proj[:, 2 * rank :][:, :2]) and part.is_contiguous(), "another part"
+    assert torch.equal(lesson.gather(part, 1, 1), proj), "not the whole"
 
 
 @on_ranks(2)
 def check_order(name):
-    """What starts, is computed and is waited for in the backward of a column-parallel layer."""
-    lesson = load(name)
-    model = nn.Sequential(nn.Linear(8, 8))
-    wrap(lesson, model, {"0": (lesson.column_parallel, 0, 1)})
-    y = model(torch.randn(2, 4, 8, requires_grad=True))
-    log = []
+    """The gradient of x is sent before that of the weight is computed, and awaited after it."""
+    lesson, log = load(name), []
+    y = lesson.ColumnParallel.apply(torch.randn(2, 4, 8, requires_grad=True), torch.randn(3, 8))
+    all_reduce, matmul = dist.all_reduce, torch.Tensor.__matmul__
 
-    def recorded(name, collective):
-        def call(*args, async_op=False):
-            log.append(f"start {name}")
-            work = collective(*args, async_op=True)
-            return mock.Mock(wait=lambda: (log.append(f"end {name}"), work.wait()))
+    def recorded(x, async_op=False):
+        log.append("start sum")
+        work = all_reduce(x, async_op=True)
+        waited = mock.Mock(wait=lambda: (log.append("end sum"), work.wait()))
+        return waited if async_op else waited.wait()
 
-        return call
-
-    reduces = {"all_reduce": recorded("sum", dist.all_reduce)}
-    if hasattr(lesson, "all_gather"):
-        lesson.all_gather = recorded("gather", lesson.all_gather)
-        lesson.reduce_scatter = recorded("scatter", lesson.reduce_scatter)
-    matmul = torch.Tensor.__matmul__
     noted = lambda *two: (log.append("matmul"), matmul(*two))[1]  # noqa: E731
-    with mock.patch.multiple(dist, **reduces), mock.patch.object(torch.Tensor, "__matmul__", noted):
+    with (
+        mock.patch.object(dist, "all_reduce", recorded),
+        mock.patch.object(torch.Tensor, "__matmul__", noted),
+    ):
         y.sum().backward()
-    assert ", ".join(log) == ORDER[Path(name).stem], f"another order: {log}"
+    assert ", ".join(log) == "matmul, start sum, matmul, end sum", f"another order: {log}"
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
-@pytest.mark.parametrize("name", BOTH)
-def test_a_layer_keeps_and_sends_what_the_papers_say(name, t):
+def test_a_layer_keeps_and_sends_what_the_papers_say(t):
     # 2205.05198, table 2, in 16 bits, less dropout's masks, and less scores, which are never stored here.
-    # 1909.08053: 8bsh(t-1)/t elements are sent; with sequence parallelism two inputs are gathered once more.
-    ledger, lesson = load("tools/ledger"), load(name)
-    expected = {what: 2 * 3 * times * (t - 1) / t for what, times in SENT[name].items()}
-    expected["activations"] = 10 + 24 / t - 2 if name == "tensor_parallel" else (34 - 2) / t
+    # 1909.08053: 8bsh(t-1)/t elements are sent.
+    ledger, lesson = load("tools/ledger"), load("tensor_parallel")
+    expected = {"all-reduce": 2 * 3 * 8 * (t - 1) / t, "activations": 10 + 24 / t - 2}
     letters = {"b": 4, "s": 1024, "h": 4096, "v": 51200, "a": 0, "w": 2, "m": 0, "k": 3, "N": t}
     formulas = ledger.read_formulas(lesson, lesson.parse([]))
     for what, times in expected.items():
@@ -187,33 +168,46 @@ def test_a_layer_keeps_and_sends_what_the_papers_say(name, t):
         assert two - one == 4 * 1024 * 4096 * times, f"other {what}"
 
 
-CHECKS = [partial(check, size=size) for check in (check_layers, check_net) for size in (1, 2, 3, 4)]
-test_each_promise_is_kept = holds(BOTH, *CHECKS, check_order)
+PROMISES = check_products, check_loss, check_parts, check_model, partial(check_model, flags="--naive")
+CHECKS = [partial(check, size=size) for check in PROMISES for size in (1, 2, 3, 4)]
+test_each_promise_is_kept = holds("tensor_parallel", *CHECKS, check_order)
+naive_model = partial(check_model, flags="--naive")
+FOUND = "logits[torch.arange(len(logits), device=logits.device), column]"
 MUTANTS = [
-    ("F.linear(x, linear.weight)", "F.linear(x, linear.weight, linear.bias)", check_layers, "row: not"),
-    ("own_logit * is_here", "own_logit", check_layers, "the loss overflows"),
-    ("(indices >= first)", "(indices > first)", check_layers, "the loss overflows"),
-    ("found * is_here", "found * ~is_here", check_layers, "tokens: not torch's output"),
-    ("(indices >= 0) & (indices < vocab)", "indices < vocab", check_layers, "token -100 of 13: nothing"),
-    ("(indices >= 0) & (indices < vocab)", "indices >= 0", check_layers, "token 13 of 13: nothing"),
-    ("dist.all_reduce(largest, dist.ReduceOp.MAX)", "largest.zero_()", check_layers, "the loss overflows"),
-    (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_layers, "is not fp32"),
-    ("dist.broadcast(tensor.detach(), 0)", "pass", check_net, "norms differ"),
-    ("rank, world_size = dist.get_rank(),", "rank, world_size = 0,", check_net, "norms differ"),
-    ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),
-    ("dist.all_reduce(squares)", "pass", check_net, "norms differ"),
+    ("dist.all_reduce(x.detach())", "pass", check_products, "naive: not the output"),
+    ("    x = x.view_as(x)", "    pass", check_products, "naive: not the gradient of x"),
+    ("x.register_hook(add_up)", "pass", check_products, "naive: not the gradient of x"),
+    ("    if x.requires_grad:", "    if True:", naive_model, "no evaluation: RuntimeError"),
+    ("work = dist.all_reduce(grad_x, async_op=True)", "work = dist.barrier(async_op=True)", check_products,
+     "overlapped: not the gradient of x"),
+    ("dist.all_reduce(grad_x, async_op=True)", "dist.all_reduce(grad_x, async_op=True); work.wait()",
+     check_order, "another order"),
+    (f"torch.where(is_here, {FOUND}, 0)", f"{FOUND} * is_here", check_loss, "banned: not the loss"),
+    (f"torch.where(is_here, {FOUND}, 0)", FOUND, check_loss, "plain: not the loss"),
+    ("    dist.all_reduce(largest, dist.ReduceOp.MAX)\n", "", check_loss, "plain: not the loss"),
+    ("logits - largest[:, None]", "logits", check_loss, "the loss overflows"),
+    ("logits.detach().amax(-1)", "logits.amax(-1)", check_loss, "plain: not the gradient"),
+    ("logits.to(wide(logits.dtype)).flatten", "logits.flatten", check_loss, "is not fp32"),
+    ("(index >= 0)", "(index > 0)", check_loss, "not the loss"),
+    ("(index < size)", "(index < size - 1)", check_loss, "not the loss"),
+    ("torch.where(is_here[..., None], self.tokens(row), 0)", "self.tokens(row) * is_here[..., None]",
+     check_model, "another token's row leaks"),
+    ('"qkv.weight": (0, 3)', '"qkv.weight": (0, 1)', check_parity, "losses differ"),
+    ("in whole.chunk(stacked, dim)", "in whole.chunk(1, dim)", check_parts, "another part"),
+    ("for i in range(stacked) for part in parts", "for part in parts for i in range(stacked)", check_parts,
+     "not the whole"),
+    ("self.heads //= dist.get_world_size()", "pass", check_model, "not the logits"),
+    ("self.proj.weight)) + self.proj.bias", "self.proj.weight, self.proj.bias))", check_model,
+     "not the logits"),
+    ("squares + add_up(squared_norm([param.grad for param in split]))",
+     "add_up(squares + squared_norm([param.grad for param in split]))", check_parity, "differ"),
+    ("add_up(squared_norm([param.grad for param in split]))", "squared_norm([param.grad for param in split])",
+     check_parity, "differ"),
+    ("/ config.accum\n", "\n", check_parity, "differ"),
 ]  # fmt: skip
-test_a_mutant_is_rejected = mutants(MUTANTS, "tensor_parallel sequence_parallel")
-MUTANTS = [
-    ("tensor_parallel", "        dist.all_reduce(x)\n", "", check_layers, "the loss overflows"),
-    ("tensor_parallel", "        dist.all_reduce(grad)\n", "", check_layers, "naive: not torch's gradient"),
-    ("sequence_parallel", "start_reduce_scatter(grad)()", "grad.chunk(dist.get_world_size(), 1)[0]",
-     check_layers, "naive: not torch's gradient"),
-    ("sequence_parallel", "dist.all_reduce(param.grad)", "pass", check_net, "norms differ"),
-]  # fmt: skip
-test_a_mutant_of_one_is_rejected = mutants(MUTANTS)
+test_a_mutant_is_rejected = mutants(MUTANTS, "tensor_parallel")
 GPU_MUTANTS = [
-    ("tensor_parallel", "all_reduce(grad_x,", "all_reduce(grad_x.cpu(),", check_gpu, "of the host"),
-    ("tensor_parallel zero_r", "        work.wait()\n", "", check_gpu, "uses what a collective still"),
-]
-test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)
+    ("all_reduce(grad_x,", "all_reduce(grad_x.cpu(),", check_gpu, "of the host"),
+    ("        work.wait()\n", "", check_gpu, "uses what a collective still"),
+]  # fmt: skip
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS, "tensor_parallel")

@@ -157,7 +157,7 @@ class Watch(TorchDispatchMode):
             self.unknown["optimizer that is not torch.optim's"] += 1
         for leaf in {id(leaf): leaf for leaf in self.leaves}.values():  # also masters of other parameters
             self.note(leaf, "parameters")
-        for leaf in {(leaf.data_ptr(), leaf.numel()): leaf for leaf in self.leaves}.values():  # each once
+        for leaf in {(leaf.untyped_storage(), leaf.storage_offset()): leaf for leaf in self.leaves}.values():
             self.elements[leaf.dtype] += leaf.numel() * (leaf.untyped_storage().nbytes() > 0)
         self.before = len(self.same)
         for where, name, note in (  # which are no operators
