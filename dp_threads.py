@@ -11,7 +11,7 @@ Idea
 
 Timeline (a microbatch; -> is from device 0 to all others, <- back; d: gradients)
     device 0 |                    | forward |            | loss |              | backward |
-    network  | inputs, weights -> |         | outputs <- |      | d outputs -> |          | d weights <-
+    transfer | inputs, weights -> |         | outputs <- |      | d outputs -> |          | d weights <-
     device i |                    | forward |            |      |              | backward |
 
 Memory (bytes on device 0, and on each other device; P parameters)

@@ -12,7 +12,6 @@ import pytest
 from tests import gpu
 from tests.checks import (
     EXACT,
-    check_freed,
     check_ledger,
     check_masters,
     check_parity,
@@ -76,11 +75,6 @@ def test_bf16_weights_have_fp32_masters(name):
 def test_optimizers_step_all_their_tensors_in_one_kernel(name, dtype):
     made = world(spec(name).worlds[0]).run(optimizers_made, name, f"{TINY} --lr 0.5 --dtype {dtype}")[0]
     assert made and all(each == (0.5, True) for each in made)
-
-
-@every_lesson
-def test_what_a_lesson_held_is_free_when_it_has_ended(name):
-    check_freed(name, min(2, spec(name).worlds[-1]), patience=10)
 
 
 RACES = [f"{name} {flags}".strip() for name in NAMES for flags in spec(name).races]

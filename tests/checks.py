@@ -1,7 +1,5 @@
 """What tests of several lessons check: functions of a lesson's name, or a mutant's path, that assert."""
 
-import gc
-import time
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest import mock
@@ -55,29 +53,6 @@ def optimizers_made(name, flags):
         lesson = load(name)
         lesson.train(lesson.parse(flags.split()))
     return made
-
-
-FREED = 60_000  # bytes; the weights take 180,000, and gloo may hold what it sent last
-
-
-def held_after(name, flags, patience):
-    """On a rank: the bytes of all tensors that are left of a lesson that has ended."""
-    lesson = load(name)
-    lesson.train(lesson.parse(flags.split()))
-    del lesson
-    ends = time.monotonic() + patience  # threads of the lesson or of gloo may still be about to let go
-    while True:
-        gc.collect()
-        left = sum(thing.nbytes for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
-        if left < FREED or time.monotonic() > ends:
-            return left
-        time.sleep(0.05)
-
-
-def check_freed(name, size=2, patience=1):
-    size, flags = crew(name, size, f"{TINY} --dtype bf16")
-    left = max(world(size).run(held_after, name, flags, patience))
-    assert left < FREED, f"{left} bytes are left"
 
 
 @on_ranks(2)

@@ -42,6 +42,8 @@ now = time.perf_counter
 class Film(Watch):
     """A Watch that also notes times and lines."""
 
+    settles = 0
+
     def __init__(self, lesson):
         super().__init__()
         self.path = lesson.__file__

@@ -71,6 +71,7 @@ class Watch(TorchDispatchMode):
     """
 
     on = None  # before start(); False after stop()
+    settles = 0.002  # seconds after a wait, in which the thread of gloo that woke us lets go of its tensors
     reduces = False  # whether an all-to-all of equal parts is a reduce-scatter, and others are not
 
     def __init__(self):
@@ -166,6 +167,9 @@ class Watch(TorchDispatchMode):
             (torch.autograd, "grad", lambda *_, **__: self.begin_backward()),
         ):
             self.patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name), note)))
+        wait = dist.Work.wait
+        settled = lambda work, *timeout: (wait(work, *timeout), time.sleep(self.settles))[0]  # noqa: E731
+        self.patches.enter_context(mock.patch.object(dist.Work, "wait", settled))
         self.on = True
 
     def stop(self):
