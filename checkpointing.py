@@ -1,29 +1,31 @@
 """Activation checkpointing: forward drops what backward will need, and backward computes it again.
 
 Idea
-    Forward saves activations for backward. They often take more memory than the weights. But of a function
-    that is called by checkpoint() only the arguments are kept; when backward needs the rest, it runs again.
+    Forward saves activations for backward. They often take more memory than the weights. But for a function
+    called through checkpoint() only the arguments are kept; when backward needs the rest, the function runs
+    again.
 
-    Full: each block is a checkpoint. Backward takes as long as two forwards, so a second forward makes a step
-    up to a third longer. (arXiv 1604.06174)
-    Selective: most of that time goes into matrix products, of which backward needs only the inputs. So a
-    checkpoint is something cheap (a norm, attention, GELU) and the product after it, and what runs again ends
-    just before the product. (after arXiv 2205.05198, section 5)
+    Full (naive is the same, in fewer lines): each block is a checkpoint. Backward takes twice as long as
+    forward, so one more forward makes a step up to a third longer. (arXiv 1604.06174)
+    Selective: most of that time goes into linear layers, and their backward needs only their inputs. So a
+    checkpoint is something cheap (a norm, attention, GELU) and the linear layer after it: its input is then
+    recomputed, too, and not saved. What runs again ends before the linear layer computes. (after arXiv
+    2205.05198, section 5)
 
-Timeline (full, the last two blocks)
+Timeline (full, the last two of 4 blocks)
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
-Memory (bytes on each of N ranks; P parameters)
+Memory (bytes on each of N ranks; P parameters, L blocks, a heads, h width, v vocabulary, b sequences of s)
     parameters     (w+c)P    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients      (m+w)P    m = 4: bf16 ones become fp32 in the update; w: what is sent is a copy
+    gradients      (m+w)P    m = 4: bf16 ones become fp32 in the update; w: the copy that is sent
     optimizer      2mP       AdamW's two moments
     activations    bs(L(16wh+m(4+a))+2wh+m(2+v))    with --policy none
     activations    bs(9Lwh+2wh+m(2+v))              with --policy selective; in backward 4wbsh more
     activations    bs(Lwh+2wh+m(2+v))               with --policy full; in backward 15wbsh more
-    There are b sequences of s tokens. Of a token, each of L blocks saves 16 vectors of width h: norms' inputs
-    and outputs 4, q, k, v 3, attention's output 1, GELU's input and output 8; and 4 statistics of norms, and
-    one of each of a heads. Selective: norms' inputs 2, q, k, v 3, GELU's input 4. The last norm saves 2
-    vectors and 2 statistics, the loss a number for each of v words.
+    Activations are what is saved from forward to backward. For each token a block saves 16 vectors of width
+    h: norms' inputs and outputs 4; q, k, v 3; attention's output 1; GELU's input and output 8. It also saves
+    4 statistics of norms, and 1 of attention per head. Selective: norms' inputs 2; q, k, v 3; GELU's input 4.
+    The last norm saves 2 vectors and 2 statistics, the loss v numbers (while it is computed, some more).
 
 Sent (bytes, by each rank in each step)
     all-reduce     2wP(N-1)/N
@@ -33,8 +35,8 @@ Run
     torchrun --nproc_per_node=8 checkpointing.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Functions that compute something else the second time, as when autocast is over. Keeping 1/N of the
-    arguments on each rank, or all on the host: more/zero_r.py.
+    Functions that compute something else the second time, for example because autocast is no longer active.
+    Keeping 1/N of the arguments on each rank, or all on the host (more/zero_r.py).
 """
 
 import argparse
@@ -62,39 +64,39 @@ class NaiveCheckpoint(torch.autograd.Function):
     def forward(ctx, block, x):
         ctx.block = block
         ctx.save_for_backward(x)
-        return Block.forward(block, x)  # autograd does not look inside, and saves nothing
+        return Block.forward(block, x)  # here autograd saves nothing
 
     @staticmethod
     def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
+        x = ctx.saved_tensors[0].detach().requires_grad_()  # a leaf: the backward in here ends with it
         with torch.enable_grad():
             output = Block.forward(ctx.block, x)
         output.backward(gradient)  # and the block's parameters get their gradients
         return None, x.grad
 
 
-# What it costs: the whole block runs again, though backward does not need what its last product gives, a
-# third of the work. Dropout would draw other masks. And for autograd this is a function of x alone: if x
-# needs no gradient, the parameters get none, and torch.autograd.grad() never finds theirs.
+# What it costs: the whole block runs again, although backward does not need the output of its last linear
+# layer, a third of the work. Dropout would draw different masks. And for autograd this is a function of x
+# alone: if x needs no gradient, the parameters get none, and torch.autograd.grad() never finds theirs.
 
 
 def checkpoint(function, *args):
-    """Returns function(*args). Autograd looks inside, but in place of tensors it saves their numbers."""
+    """Returns function(*args). Autograd records it, but saves an index in place of each tensor."""
     if not torch.is_grad_enabled():
         return function(*args)
-    versions = {arg: arg._version for arg in args if isinstance(arg, torch.Tensor)}  # count changes in place
+    versions = {arg: arg._version for arg in args if isinstance(arg, torch.Tensor)}
     random_states = get_random_states()
-    recomputed = []  # a place for each tensor, empty until backward needs one
+    recomputed = []  # a slot for each tensor, filled when backward needs one of them
 
     def pack(tensor):  # called in forward with what autograd would save; what it returns is saved
         recomputed.append(None)
         return len(recomputed) - 1
 
-    def unpack(number):  # called in backward with what has been saved
-        if recomputed[number] is None:
+    def unpack(index):  # called in backward with what has been saved
+        if recomputed[index] is None:
             assert all(arg._version == versions[arg] for arg in versions), "an argument was changed in place"
             recomputed[:] = recompute(function, args, random_states, len(recomputed))
-        tensor, recomputed[number] = recomputed[number], None  # so that it is freed after its use
+        tensor, recomputed[index] = recomputed[index], None  # so that it is freed after use
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
@@ -108,8 +110,8 @@ def recompute(function, args, random_states, n):
     def pack(tensor):
         saved.append(tensor.detach())
         if len(saved) == n:
-            raise AllSaved  # backward needs nothing of the rest
-        return saved[-1]  # in case that the function runs a backward of its own
+            raise AllSaved  # an operator saves its inputs before it runs: the last linear layer does not
+        return saved[-1]
 
     states_now = get_random_states()
     set_random_states(random_states)
@@ -123,7 +125,7 @@ class AllSaved(Exception):
     """Ends recompute()."""
 
 
-def get_random_states():  # which dropout's masks depend on
+def get_random_states():  # dropout's masks depend on them
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
@@ -134,11 +136,17 @@ def set_random_states(states):
 
 
 def selective(block, x):
-    """Block.forward(), cut after each product."""
+    """Block.forward(), cut after each linear layer. The sums save nothing."""
     qkv = checkpoint(lambda x: block.qkv(block.norm1(x)), x)
     x = x + checkpoint(lambda qkv: block.proj(block.attention(qkv)), qkv)
     up = checkpoint(lambda x: block.up(block.norm2(x)), x)
     return x + checkpoint(lambda up: block.down(F.gelu(up)), up)
+
+
+def all_reduce(grads):  # in one message
+    flat = nn.utils.parameters_to_vector(grads)
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat, grads)
 
 
 def train(config):
@@ -162,11 +170,8 @@ def train(config):
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             loss.backward()
             total_loss += loss.detach()
-        grads = [param.grad for param in params]
-        flat = nn.utils.parameters_to_vector(grads)
-        dist.all_reduce(flat)
-        nn.utils.vector_to_parameters(flat, grads)
-        norm = squared_norm(grads).sqrt()
+        all_reduce([param.grad for param in params])
+        norm = squared_norm([param.grad for param in params]).sqrt()
         nn.utils.clip_grads_with_norm_(params, config.clip, norm)
         optimizer.step()  # which sets the gradients to None, too
         dist.all_reduce(total_loss)
@@ -231,6 +236,8 @@ def read_flags(own, arguments=None):
     for name, value in zip(SHAPE, SIZES[config.size]):
         if getattr(config, name) is None:
             setattr(config, name, value)
+    if config.width % config.heads:
+        parser.error(f"--width {config.width}: must be a multiple of --heads {config.heads}")
     if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
         parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
     if not os.path.isdir(os.path.dirname(config.save) or "."):

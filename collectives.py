@@ -194,6 +194,8 @@ def read_flags(own, arguments=None):
     for name, value in zip(SHAPE, SIZES[config.size]):
         if getattr(config, name) is None:
             setattr(config, name, value)
+    if config.width % config.heads:
+        parser.error(f"--width {config.width}: must be a multiple of --heads {config.heads}")
     if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
         parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
     if not os.path.isdir(os.path.dirname(config.save) or "."):

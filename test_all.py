@@ -74,7 +74,7 @@ def test_bf16_weights_have_fp32_masters(name):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_optimizers_step_all_their_tensors_in_one_kernel(name, dtype):
     made = world(spec(name).worlds[0]).run(optimizers_made, name, f"{TINY} --lr 0.5 --dtype {dtype}")[0]
-    assert made and all(each == (0.5, True) for each in made)
+    assert made and all(each == {"lr": 0.5, "fused": True} for each in made)
 
 
 RACES = [f"{name} {flags}".strip() for name in NAMES for flags in spec(name).races]

@@ -107,10 +107,10 @@ class Ours:
 
         def begin(*arguments):
             self.meter.__exit__(None, None, None)
-            self.has_stopped.release()
-            self.may_go.acquire()
             if not batches:
                 batches.extend(microbatches(**asked(microbatches, arguments) | {"step": 1}))
+            self.has_stopped.release()
+            self.may_go.acquire()
             self.meter.__enter__()
             return iter(batches)
 

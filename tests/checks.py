@@ -31,6 +31,7 @@ def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
 def check_masters(name, size=2):
     """In bf16, steps too small for a bf16 weight add up in an fp32 copy of it."""
     flags = f"{TINY} --steps 8 --lr 2e-5 --clip inf --batch 24 --accum 2"
+    flags += " --optim adamw" * ("--optim" in spec(name).flags)
     _, start = oracle(name, f"{flags} --steps 1 --lr 0")
     _, plain = oracle(name, flags)
     _, weights = train(name, size, f"{flags} --dtype bf16")
@@ -42,12 +43,12 @@ def check_masters(name, size=2):
 
 
 def optimizers_made(name, flags):
-    """On a rank: whether each AdamW that a lesson makes has this learning rate, and is fused."""
+    """On a rank: the options of every AdamW that a lesson makes."""
     made, adamw = [], torch.optim.AdamW
 
-    def make(params, lr, fused):
-        made.append((lr, fused))
-        return adamw(params, lr, fused=fused)
+    def make(params, lr, **options):
+        made.append({"lr": lr, **options})
+        return adamw(params, lr, **options)
 
     with mock.patch("torch.optim.AdamW", make):
         lesson = load(name)
@@ -112,6 +113,8 @@ def end_of(name, flags):
     lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))
     with mock.patch("time.sleep"):
         _, lines, code = said(lambda: lesson.train(lesson.parse(flags.split())))
+    if isinstance(code, str):  # sys.exit("what is wrong") says it on stderr, and ends with 1
+        lines, code = [*lines, code], 1
     return code, lines, steps
 
 

@@ -214,9 +214,6 @@ def said(call):
             call()
         except SystemExit as end:
             code = end.code
-            if isinstance(code, str):  # sys.exit("what is wrong") says it on stderr, and ends with 1
-                errors.write(f"{code}\n")
-                code = 1
     return out.getvalue(), errors.getvalue().splitlines(), code
 
 

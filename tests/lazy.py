@@ -12,22 +12,13 @@ LAZY = [
     ("single", "config.accum", "3", ", 0.3333"),
     ("single-masters", "            param.grad = None\n", "", "gradient norm of step 2"),
     ("single-masters", "torch._foreach_copy_(self.params, self.masters)", "pass", "bf16"),
-    ("collectives", "", """
-    flat = torch.cat(chunks)
-    dist.all_reduce(flat)
-    for chunk, total in zip(chunks, flat.tensor_split(len(chunks))):
-        chunk.copy_(total)
-    return chunks[dist.get_rank()]""", "bytes sent, all-reduce"),
-    ("collectives", "partial += received", "partial.copy_(received)", "gradient norm of step 1"),
-    ("collectives-gather", "", """
-    rank, size = dist.get_rank(), len(chunks)
-    for i in range(1, size):
-        exchange(chunks[rank], rank + i, chunks[(rank - i) % size], rank - i)""", "go to near ranks"),
-    ("collectives-gather", "", """
-    for source, chunk in enumerate(chunks):
-        dist.broadcast(chunk, source)""", "bytes sent, broadcast"),
-    ("dp_threads", "in others:", "in others[-1:]:", "3 ranks: losses and gradient norms"),
-    ("dp_threads", "param.grad.add_(gradient)", "gradient", "gradient norm of step 1"),
+    ("collectives", "", "dist.all_reduce(x)", "bytes sent, all-reduce"),
+    ("collectives", "", "naive_all_reduce(x)", "bytes sent, send"),
+    ("collectives-chunks", "(rank - i)", "(rank + i)", "3 ranks"),
+    ("collectives-chunks", "range(1, 2 * N)", "range(1, N + 1)", "IndexError"),
+    ("dp_threads", "in self.copies:", "in self.copies[: len(self.copies) // 2]:", "gradient norm of step 1"),
+    ("dp_threads", "self.parallel_apply(send, gradient.tensor_split(len(self.devices)), self.devices)",
+     "gradient.tensor_split(len(self.devices))", "foreign read"),
     ("dp_async", "param.grad /= self.pushes_per_update", "pass", ", 2.0000"),
     ("dp_async", "if sum(self.clocks) % self.pushes_per_update:", "if False:", "2 ranks: losses"),
     ("ddp", "config.accum * world_size", "config.accum", ", 2.0000"),
@@ -99,17 +90,16 @@ LAZY = [
     ("tensor_parallel", "= grad @ weight",
      "= grad @ weight / dist.get_world_size()", "gradient norm of step 1"),
     ("tensor_parallel-loss", "", """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    column, is_here = find_own(targets, vocab)
-    own_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-    partials = torch.stack([logits.exp().sum(-1), own_logit * is_here], -1)
-    total, target_logit = SumPartials.apply(partials).unbind(-1)
-    return total.log() - target_logit""", "with --lr 10"),
+    logits = logits.to(wide(logits.dtype)).flatten(0, 1)
+    column, is_here = own_index(targets.flatten(), logits.shape[1])
+    target = logits.gather(1, column[:, None])[:, 0] * is_here
+    exp_sum, target = add_up(torch.stack([logits.exp().sum(-1), target]))
+    return (exp_sum.log() - target).mean()""", "with --lr 10"),
     ("tensor_parallel-loss", "", """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    first, end = own_range(vocab)
-    full = SumPartials.apply(F.pad(logits, (first, vocab - end)))
-    return F.cross_entropy(full.transpose(1, 2), targets, reduction="none")""", "bytes sent"),
+    logits = logits.to(wide(logits.dtype)).flatten(0, 1)
+    rank, world_size, size = dist.get_rank(), dist.get_world_size(), logits.shape[1]
+    whole = add_up(F.pad(logits, (rank * size, (world_size - 1 - rank) * size)))
+    return F.cross_entropy(whole, targets.flatten())""", "bytes sent"),
     ("sequence_parallel", "return start_reduce_scatter(x)()",
      "dist.all_reduce(x); return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone()", "bytes sent"),
     ("sequence_parallel", "(grad)()", "(grad / dist.get_world_size())()", "gradient norm of step 1"),
@@ -138,8 +128,8 @@ LAZY = [
      "slice(i * len(ranks), (i + 1) * len(ranks))", "2 ranks"),
     ("expert_zero", "dist.get_world_size()", "self.n_shards", "losses"),
     ("expert_zero", "1 / dist.get_world_size()", "1", "the gradient norm of step 1 is"),
-    ("checkpointing", "raise StopRecomputation", "pass", "computed twice"),
-    ("checkpointing", "if number not in self.recomputed:", "if True:", "computed twice"),
+    ("checkpointing", "raise AllSaved", "pass", "computed twice"),
+    ("checkpointing", "return saved[-1]", "return tensor", "bytes held"),
     ("zero_r", "F.pad(own, (0, size - len(own)))",
      "own if len(own) == size else F.pad(own, (0, size - len(own)))", "bytes held, a"),
     ("zero_r", "async_op=True)", "async_op=True); work.wait()", "hides each all-gather"),
@@ -150,11 +140,10 @@ LAZY = [
     out = (tile - lse).exp().to(v) @ v
     ctx.save_for_backward(q, k, v, out, lse)
     return out""", "bytes held, a"),
-    ("pipeline", "", 'return "F" * n_microbatches + "B" * n_microbatches', "bytes held, a"),
-    ("pipeline", "", 'return "FB" * n_microbatches', "no rank waits longer"),
-    ("pipeline-actions", " / len(self.targets)", "", ", 4.0000"),
-    ("pipeline-actions", "pop((stage, j))",
-     "pop((stage, j)); self.stages[stage // self.world_size](x)", "bytes held, a"),
+    ("pipeline", "", 'return "F" * k + "B" * k', "bytes held, a"),
+    ("pipeline", "", 'return "FB" * k', "no rank waits longer"),
+    ("pipeline-actions", "", "naive(stage, batch, message)", "no rank waits longer"),
+    ("pipeline-actions", "in_flight.pop(0)", "in_flight.pop()", "gradient norm of step 1"),
     ("zero_bubble", "", """
     output = F.linear(x, layer.weight.detach(), layer.bias).requires_grad_()
 
@@ -213,23 +202,26 @@ HONEST = [  # the same, but nothing is said
         if master.dtype != param.dtype:
             param.copy_(master)"""),
     ("collectives", "", """
-    rank, n = dist.get_rank(), len(chunks)
-    for i in range(1, n):  # the other way round the ring
+    rank, n = dist.get_rank(), dist.get_world_size()
+    before, after = (rank - 1) % n, (rank + 1) % n
+    chunks = x.flatten().tensor_split(n)
+    for i in range(n - 1):  # the other way round the ring
         incoming = torch.empty_like(chunks[(rank + i + 1) % n])
-        exchange(chunks[(rank + i) % n], rank - 1, incoming, rank + 1)
+        exchange((dist.irecv, incoming, after), (dist.isend, chunks[(rank + i) % n], before))
         chunks[(rank + i + 1) % n].add_(incoming)
-    return chunks[rank]"""),
-    ("collectives-gather", "", """
-    rank, n = dist.get_rank(), len(chunks)
     for i in range(n - 1):
-        exchange(chunks[(rank + i) % n], rank - 1, chunks[(rank + i + 1) % n], rank + 1)"""),
+        sent, received = chunks[(rank + i - 1) % n], chunks[(rank + i) % n]
+        exchange((dist.irecv, received, after), (dist.isend, sent, before))"""),
+    ("collectives-chunks", "", "passing = [chunks[(rank + 2 * N - i) % N] for i in range(2 * N - 1)]"),
     ("dp_threads", "", """
-    sums = []
-    for copies in zip(*(replica.parameters() for replica in replicas)):
-        device = copies[0].device
-        grads = [copied.grad for copied in copies if copied.grad is not None]
-        sums.append(sum(send(grad, device) for grad in grads) if grads else None)
-    return sums"""),
+    sizes = [len(output) for output in self.outputs]
+    parts = self.parallel_apply(send, gradient.split(sizes), self.devices)
+    self.parallel_apply(lambda output, part: output.backward(part), self.outputs, parts)
+    for param, copied in self.copies:
+        param.grad.add_(send(copied.grad, param.device))
+    for replica in self.replicas[1:]:
+        replica.zero_grad()
+    self.outputs = None"""),
     ("dp_async", "", """
     last = sum(self.clocks) % self.pushes_per_update == 0
     for param, copied in zip(self.module.parameters(), replica.parameters()):
@@ -383,18 +375,17 @@ HONEST = [  # the same, but nothing is said
     grad_x = F.linear(grad, weight.t())
     work = dist.all_reduce(grad_x, async_op=True)
     grad_weight = torch.einsum("bso,bsh->oh", grad, x)
-    grad_bias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
     work.wait()
-    return grad_x, grad_weight, grad_bias"""),
+    return grad_x, grad_weight"""),
     ("tensor_parallel-loss", "", """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    largest = logits.detach().amax(-1)
+    lse = logits.logsumexp(-1)
+    largest = lse.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    shifted = logits - largest.unsqueeze(-1)
-    column, is_here = find_own(targets, vocab)
-    target = shifted.gather(-1, column[..., None])[..., 0] * is_here
-    both = SumPartials.apply(torch.stack([shifted.exp().sum(-1), target]))
-    return both[0].log() - both[1]"""),
+    column, is_here = own_index(targets, logits.shape[-1])
+    target = (logits.gather(-1, column[..., None])[..., 0] - largest) * is_here
+    both = add_up(torch.stack([(lse - largest).exp(), target]))
+    return (both[0].log() - both[1]).sum() / targets.numel()"""),
     ("sequence_parallel", "", """
     wait = start_reduce_scatter(x)
     return wait()
@@ -434,14 +425,24 @@ HONEST = [  # the same, but nothing is said
     return AllToAll.apply(back, received, sent, self.group)"""),
     ("expert_zero", "", "self.shard.grad += gradient / dist.get_world_size()"),
     ("checkpointing", "", """
-    if number not in self.recomputed:
-        self.recompute()
-    return self.recomputed.pop(number)[0]
-    ---
-    number = len(self.recomputed)
-    self.recomputed[number] = (tensor.detach(), 0)
-    if number == len(self.dropped) - 1:
-        raise StopRecomputation"""),
+    tensors, states_now = [], get_random_states()
+
+    def note(tensor):
+        tensor = tensor.detach()
+        tensors.append(tensor)
+        if len(tensors) >= n:
+            raise AllSaved
+        return tensor
+
+    set_random_states(random_states)
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+            function(*args)
+    except AllSaved:
+        pass
+    finally:
+        set_random_states(states_now)
+    return tensors"""),
     ("zero_r", "", """
     flat = F.pad(x.detach().flatten(), (0, -x.numel() % self.world_size))
     own = flat.chunk(self.world_size)[dist.get_rank(self.group)].clone()
@@ -454,26 +455,39 @@ HONEST = [  # the same, but nothing is said
     return x, work"""),
     ("fusion", "weighted * correction + exps.to(v) @ v_j", "exps.to(v).matmul(v_j) + correction * weighted"),
     ("pipeline", "", """
-    ops = []
-    ahead = min(n_ranks - rank - 1, n_microbatches)
-    for _ in range(ahead):
-        ops.append("F")
-    for _ in range(n_microbatches - ahead):
+    if schedule == "naive":
+        return "FB" * k
+    ahead = k if schedule == "gpipe" else min(world_size - rank - 1, k)
+    ops = ["F"] * ahead
+    for _ in range(k - ahead):
         ops += ["F", "B"]
     return ops + ["B"] * ahead"""),
     ("pipeline-actions", "", """
-    x = self._receive().requires_grad_() if stage else self.inputs[j]
-    output = self.stages[stage // self.world_size](x)
-    if stage == self.last_stage:
-        output = self.loss_function(output, self.targets[j]) * (1 / len(self.targets))
-        self.loss.add_(output.detach())
-    else:
-        output.requires_grad_()
-        self._send("F", stage + 1, output.detach().clone())
-        output = get_gradient_edge(output)
-    self.in_flight[(stage, j)] = (x, output)
-    ---
-    ..."""),
+    batch, kept, works, done = list(batch), {}, [], {"F": 0, "B": 0}
+    for op in ops:
+        j = done[op]
+        done[op] += 1
+        for work in works[:-1]:
+            work.wait()
+        works = works[-1:]
+        if op == "F":
+            x, targets = batch[j]
+            if not stage.is_first:
+                x = receive(message, stage.previous, groups["F"])
+                x.requires_grad_()
+            kept[j] = x, stage(x, targets)
+            if not stage.is_last:
+                works.append(dist.isend(kept[j][1].detach(), stage.next, groups["F"]))
+        elif stage.is_last:
+            x, loss = kept.pop(j)
+            loss.backward()
+        else:
+            x, output = kept.pop(j)
+            torch.autograd.backward(output, receive(message, stage.next, groups["B"]))
+        if op == "B" and not stage.is_first:
+            works.append(dist.isend(x.grad, stage.previous, groups["B"]))
+    for work in works:
+        work.wait()"""),
     ("zero_bubble", "", """
     ...
     ---

@@ -265,7 +265,7 @@ MUTANTS = [
     ("    if not torch.is_grad_enabled():", "    if False:", check_ends, "in inference_mode()"),
     ("assert all(arg._version", "assert all(True or arg._version", check_changed, "nothing"),
     ("output.backward(gradient)", "output.backward(gradient.sign())", check_naive, "naive: gradients differ"),
-    ("        if recomputed[number] is None:", "        if True:", check_work, "full: "),
+    ("        if recomputed[index] is None:", "        if True:", check_work, "full: "),
     ("            raise AllSaved", "            pass", check_work, "full: "),
     ("checkpoint(lambda x: block.qkv(block.norm1(x)), x)", "checkpoint(block.qkv, block.norm1(x))",
      kept["selective"], "activations"),
@@ -275,9 +275,9 @@ MUTANTS = [
      "activations"),
     ('"full": full', '"full": Block.forward', kept["full"], "activations"),
     ("        return None, x.grad", "        return None, x.grad / 2", check_parity_of_naive, "differ"),
-    ("= recomputed[number], None", "= recomputed[number], recomputed[number]", check_beside_torch,
+    ("= recomputed[index], None", "= recomputed[index], recomputed[index]", check_beside_torch,
      "bytes at the peak"),
-    ("        dist.all_reduce(flat)\n", "", check_parity, "losses differ"),
+    ("    dist.all_reduce(flat)\n", "", check_parity, "losses differ"),
     ("(config.accum * world_size)", "config.accum", check_parity, "losses differ"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "checkpointing")

@@ -3,7 +3,6 @@
 from collections import Counter
 from functools import cache, partial
 from itertools import chain, product
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -120,14 +119,13 @@ def plain(flags):
     """({losses, grad_norms}, weights) of one process with the whole mask, of --documents."""
     lesson = load("single")
     config = lesson.parse(flags.split())
-    text = torch.frombuffer(bytearray(Path(config.data).read_bytes()), dtype=torch.uint8)
     torch.manual_seed(config.seed)
     model = lesson.GPT(config).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
     attention, found = F.scaled_dot_product_attention, {"losses": [], "grad_norms": []}
     for step in range(1, config.steps + 1):
         total = 0
-        for inputs, targets in lesson.microbatches(config, text, step, "cpu"):
+        for inputs, targets in lesson.microbatches(config, step, "cpu"):
             mask = mask_of(inputs == NEWLINE)
             masked = lambda q, k, v, is_causal, mask=mask: attention(q, k, v, mask)  # noqa: E731
             with mock.patch.object(F, "scaled_dot_product_attention", masked):

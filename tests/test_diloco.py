@@ -105,13 +105,6 @@ def test_ranks_are_replicas_trained_one_after_the_other(size, own):
     check("diloco", own, size)
 
 
-def test_with_one_inner_step_and_sgd_inside_and_outside_it_is_ddp_py():
-    flags = f"{EXACT} --accum 3 --optim sgd --clip inf"
-    ours, theirs = train("diloco", 3, f"{flags} --inner-steps 1 {AVERAGE}"), train("ddp", 3, flags)
-    assert apart(ours[0]["losses"], theirs[0]["losses"]) < 1e-12, "other losses than ddp.py's"
-    assert apart(ours[1], theirs[1]) < 1e-12, "other weights than ddp.py's"
-
-
 @on_ranks(3)
 def check_same(name):
     """All ranks start with rank 0's weights; after an exchange each has the same, to the bit."""

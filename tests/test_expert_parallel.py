@@ -116,7 +116,7 @@ def check_single(name):
         for block in model.blocks[::2]:
             vars(block).update(up=torch.zeros_like, down=torch.zeros_like, forward=partial(forward, block))
             block._forward_hooks.clear()
-        return model
+        return model.to(lesson.DTYPES[config.dtype])
 
     single.GPT = mixed
     for each in (single, lesson):

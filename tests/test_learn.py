@@ -161,7 +161,7 @@ def test_an_exercise_from_path_to_done(folder):
 def test_a_bug_is_of_a_lesson_that_is_done(folder):
     assert "no slip is left" in said(lambda: learn.new_bug(""))[1][0]
     assert learn.new_bug("ddp").startswith("ddp-bug")
-    learn.PROGRESS.write_text(json.dumps({"single-clip": {"attempts": 1, "done": True}}))
+    learn.PROGRESS.write_text(json.dumps({"single-masters": {"attempts": 1, "done": True}}))
     name = learn.new_bug("")
     with mock.patch.object(promises, "symptom_of", lambda path, lesson: f"no:  of {lesson}"):
         assert "no:  of single" in said(lambda: learn.write(name, False))[0] and name.startswith("single-bug")

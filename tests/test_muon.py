@@ -33,10 +33,13 @@ def plain_step(momenta, lr=1e-3):
         matrix.data = (1 - lr * 0.1) * matrix.data - lr * 0.2 * max(x.shape) ** 0.5 * x
 
 
+ADAMW = torch.optim.AdamW
+
+
 def both(torchs, params, lr, fused):
     """An optimizer of a plain GPT: torch's Muon or plain_step() for its matrices, AdamW for the rest."""
     tokens, positions, *others = params
-    adamw = torch.optim.AdamW([tokens, positions, *(p for p in others if p.dim() < 2)], lr=lr, fused=fused)
+    adamw = ADAMW([tokens, positions, *(p for p in others if p.dim() < 2)], lr=lr, fused=fused)
     momenta = {p: torch.zeros_like(p.data) for p in others if p.dim() == 2}
     theirs = torch.optim.Muon(momenta, lr, adjust_lr_fn="match_rms_adamw")
     adamw.register_step_post_hook(lambda *_: theirs.step() if torchs else plain_step(momenta, lr))
@@ -49,8 +52,10 @@ def run(name, flags, optimizer=None, bf16=False):
     lesson.print_step = lambda config, step, loss, norm, started: noted.extend([loss, norm])
     if bf16:
         lesson.newton_schulz = lambda matrix, original=lesson.newton_schulz: original(matrix.bfloat16())
-    lesson.OPTIMIZERS = {"adamw": optimizer or torch.optim.AdamW}
-    with mock.patch.object(torch, "save", lambda state_dict, file: noted.extend(state_dict.values())):
+    with (
+        mock.patch("torch.optim.AdamW", optimizer or ADAMW),
+        mock.patch.object(torch, "save", lambda state_dict, file: noted.extend(state_dict.values())),
+    ):
         lesson.train(lesson.parse([*flags.split(), "--save", "/dev/null"]))
     return torch.cat([tensor.detach().double().flatten() for tensor in noted])
 

@@ -13,6 +13,7 @@ from tests.checks import check_parity
 from tests.gpu import check_gpu
 from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks
 
+WITH = "--vocab 264"
 LEARN = "torchrun LESSON --lr 10 --steps 2"
 NAIVE = "--naive"
 LESSON = Lesson(

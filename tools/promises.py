@@ -1,8 +1,9 @@
 """Which promise a lesson's file breaks: it runs on 1 to 4 ranks, beside the plain loop and the lesson itself.
 
-What is special to a lesson stands in its tests/test_NAME.py: RUN and PLAIN (see tools/lessons.py), SLACK, how
-many times the lesson's bytes a file may hold (1.25), LEARN, further runs, divided by ";", that are compared
-with the lesson's own (the default is one in bf16), and NORMS, if gradient norms are not the plain loop's.
+What is special to a lesson stands in its tests/test_NAME.py: RUN and PLAIN (see tools/lessons.py), WITH,
+flags of all runs, also of the plain loop's, SLACK, how many times the lesson's bytes a file may hold (1.25),
+LEARN, further runs, divided by ";", that are compared with the lesson's own (the default is one in bf16), and
+NORMS, if gradient norms are not the plain loop's.
 """
 
 import faulthandler
@@ -212,24 +213,26 @@ def promises(path, lesson):
     plain, _, plain_flags = special(lesson, "PLAIN", "single").partition(" ")
     own = str(path_of(lesson))
     has_ranks = re.search(r"torchrun|\bN\b", command)
+    shared = special(lesson, "WITH")
     runs = [(1, ""), (2, ""), (3, ""), (2, ACCUM), (4, "")] if has_ranks else [(1, ""), (1, ACCUM)]
     for size, flags in runs:
         where = f"{size} rank{'s' * (size > 1)}{', 3 microbatches' * bool(flags)}"
-        expected = run(str(path_of(plain)), f"python LESSON {plain_flags}", 1, flags)
-        found = run(path, command, size, flags)
+        given = f"{shared} {flags}"
+        expected = run(str(path_of(plain)), f"python LESSON {plain_flags}", 1, given)
+        found = run(path, command, size, given)
         yield f"{where}: it runs", found.get("error")
         if special(lesson, "NORMS"):
             expected = expected | {"grad_norms": found["grad_norms"]}
         yield f"{where}: losses and gradient norms are the plain loop's", first_wrong(found, expected)
         yield f"{where}: weights are the plain loop's", differ_in(found["weights"], expected["weights"])
         if (size, flags) in runs[-2:]:
-            expected = run(own, command, size, flags)
+            expected = run(own, command, size, given)
             yield from beside(where, lesson, found, expected, 1e-9)
     more = special(lesson, "LEARN")
     for each in (more or f"{command} --dtype bf16").split("; "):
         where = f"with{each.partition(' LESSON')[2]}"
         alone = more and each.startswith("python")
-        runs = [run_alone(file, each) if alone else run(file, each, size) for file in (path, own)]
+        runs = [run_alone(file, each) if alone else run(file, each, size, shared) for file in (path, own)]
         yield f"{where}: it ends well", runs[0].get("error")
         if alone:
             yield f"{where}: weights are the lesson's", differ_in(*(each["weights"] for each in runs))
