@@ -1,17 +1,18 @@
-"""Tensor parallelism: each weight matrix is split across the ranks, which all work on the same batch.
+"""Tensor parallelism: the large weight matrices are split across the ranks, which all have the same batch.
 
 Idea
-    An MLP computes gelu(xA)B. Rank i has 1/N of A's columns and the same 1/N of B's rows, and computes
-    gelu(xA_i)B_i. The sum of these is the MLP's output. For example, x = (1, 2) on two ranks:
+    An MLP computes gelu(xA)B (A: up, B: down). Rank i has 1/N of A's columns and the same 1/N of B's rows,
+    and computes gelu(xA_i)B_i. The sum of these is the MLP's output. For example, x = (1, 2) on two ranks:
         rank 0 has A's column (3, 1) and B's row (1, 0): gelu(1*3 + 2*1) =  5.0,  5 (1, 0) = ( 5,  0)
         rank 1 has A's column (0, 5) and B's row (2, 1): gelu(1*0 + 2*5) = 10.0, 10 (2, 1) = (20, 10)
         an all-reduce gives both of them the sum, the MLP's output:                          (25, 10)
-    If A were split by rows, gelu would have to wait for a sum. Backward has an all-reduce, too: all ranks
-    have used x, so its gradient is the sum of theirs. Attention is split by heads in the same way, with qkv
-    for A and proj for B; embedding and logits are split by vocabulary. Norms, positions, biases of proj and
-    down are on all ranks, which compute the same gradients: nothing to send. (Megatron-LM, arXiv 1909.08053)
+    If A were split by rows, each rank would have a partial sum of xA, to be added up before gelu. Backward
+    needs an all-reduce, too: every rank used x, so its gradient is the sum of the ranks' gradients. Attention
+    is split by heads in the same way (A: qkv, B: proj), embedding and logits by vocabulary. Norms, positions
+    and the biases of proj and down are replicated: all ranks have the same gradients, and nothing is sent.
+    (Megatron-LM, arXiv 1909.08053)
 
-Timeline (backward of an MLP; in forward, nothing can be computed while a sum travels)
+Timeline (backward of an MLP; in forward, the next layer needs the sum at once)
     compute | down, gelu, up: gradient of x | up: gradient of weight    | norm, proj, ...
     network |                               | all-reduce: gradient of x |
 
@@ -19,18 +20,19 @@ Memory (bytes on each of N ranks; P parameters, r = (6L+2+s)h of them replicated
     parameters     (w+c)((P-r)/N+r)    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
     gradients      m((P-r)/N+r)        m = 4: bf16 ones become fp32 in the update
     optimizer      2m((P-r)/N+r)       AdamW's two moments
-    activations    bs((4L+2)(wh+m)+2m+(12Lwh+m(aL+v))/N)    whole: norms; split: qkv, attended, up, gelu (12h)
-    L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch
+    activations    bs((4L+2)(wh+m)+2m+(12Lwh+m(aL+v))/N)
+    L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch. Whole: norms' inputs and
+    outputs, their statistics, the loss's sums. Split: qkv, attended, up, gelu (12h), softmax's sums, logits.
 
 Sent (bytes, by each rank in each step of k microbatches)
-    all-reduce     2kbs((4L+2)wh+3m)(N-1)/N    a block 4 times, embedding and head once, the loss 3 numbers
+    all-reduce     2kbs((4L+2)wh+3m)(N-1)/N    4 a block, embedding and head 1 each, the loss 3 numbers
 
 Run
-    torchrun --nproc_per_node=2 tensor_parallel.py    # with --naive: nothing is computed during an all-reduce
+    torchrun --nproc_per_node=2 tensor_parallel.py    # add --naive: nothing is computed during all-reduces
     torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 40 --dtype bf16    # 8 divides 40
 
 Left out
-    Targets to ignore, such as -100; replicas of the whole group of ranks (more/parallel_3d.py); creating only
+    Ignored targets, such as -100; replicas of the whole group of ranks (more/parallel_3d.py); creating only
     a rank's part of the weights: here each rank first creates the whole model, in the host's memory.
 """
 
@@ -49,20 +51,20 @@ import torch.nn.functional as F
 FLAGS = {"naive": False}
 
 
-def add_up(x):  # x becomes the sum of all ranks' x. Backward does nothing: each x has the sum's gradient
-    dist.all_reduce(x.detach())  # the same memory, but autograd takes no notice
+def add_up(x):  # x becomes the sum of all ranks' x. In backward each x has the sum's gradient, which all have
+    dist.all_reduce(x.detach())  # the same memory, but hidden from autograd
     return x
 
 
 def naive_column_parallel(x, weight):  # weight (out/N, in): x (b, s, in) -> (b, s, out/N)
     x = x.view_as(x)  # so that the hook gets the gradient of this use of x alone
-    if x.requires_grad:  # not in an evaluation
-        x.register_hook(add_up)  # in backward, of the gradients that the ranks have for x
+    if x.requires_grad:  # not under no_grad()
+        x.register_hook(add_up)  # in backward: sums the ranks' gradients of x
     return F.linear(x, weight)
 
 
 # An MLP is add_up(F.linear(F.gelu(naive_column_parallel(x, up)), down)): all that is needed, if time does not
-# matter. But backward computes nothing while x's gradient travels. Here, meanwhile, it computes the weight's.
+# matter. But backward computes nothing while x's gradient travels. Below, it computes the weight's meanwhile.
 class ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
@@ -90,12 +92,13 @@ def parallel_loss(logits, targets):  # logits (b, s, v/N): mean of log(sum(exp(l
     return (exp_sum.log() - target).mean()
 
 
-def own_index(token, size):  # its index in this rank's part of the vocabulary (or 0); whether it is there
+def own_index(token, size):  # its index in this rank's part of the vocabulary (or 0); is it in this part?
     index = token - size * dist.get_rank()
     is_here = (index >= 0) & (index < size)
     return torch.where(is_here, index, 0), is_here
 
 
+# nn.Linear keeps A transposed, so A's columns are dimension 0. q, k and v are stacked in one matrix.
 def split_of(name):  # (the dimension that is split, the number of matrices stacked along it), or None
     split = {"tokens.weight": (0, 1), "qkv.weight": (0, 3), "qkv.bias": (0, 3), "proj.weight": (1, 1)}
     split |= {"up.weight": (0, 1), "up.bias": (0, 1), "down.weight": (1, 1)}
@@ -107,7 +110,7 @@ def own_part(whole, dim, stacked):  # 1/N of each stacked matrix, as a rank need
     return torch.cat([matrix.chunk(world_size, dim)[rank] for matrix in whole.chunk(stacked, dim)], dim)
 
 
-def gather(part, dim, stacked):  # the whole again
+def gather(part, dim, stacked):  # the inverse of own_part()
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part)
     return torch.cat([part.chunk(stacked, dim)[i] for i in range(stacked) for part in parts], dim)

@@ -162,7 +162,7 @@ class ZeRO1(nn.Module):
             unit.start_gather()
 
     def full_state_dict(self):
-        """The module's state dict. All ranks must call it."""
+        """The module's state dict, gathered anew. All ranks must call it."""
         for unit in self.units:
             unit.finish_gather()
         return self.module.state_dict()

@@ -142,7 +142,12 @@ def test_python_on_use_md_runs(tmp_path, monkeypatch):
 
 def test_readmes_first_table_is_that_of_a_whole_run():
     run = (ROOT / "docs/results/run.md").read_text()
-    for name in ("single", "ddp", "zero1", "zero2", "zero3"):
-        cells = re.split(r" {2,}", re.search(rf"^{name}  .*", run, re.M)[0])
-        measured = [cells[2]] + [cell.split(" / ")[0] for cell in (*cells[4:7], cells[8])]
-        assert re.search(rf"^{name}  .*", README, re.M)[0].split() == [name, *measured]
+    rows = re.findall(r"^((?:single|ddp|zero\d)(?: --\w+(?: 0)?)?) {3,}(.*)", README, re.M)
+    assert len(rows) == 8
+    for name, numbers in rows:
+        lesson, _, naive = name.partition(" ")
+        pattern = rf"^{lesson}  .*\n  {naive} .*" if naive else rf"^{lesson}  .*"
+        line = re.search(pattern, run, re.M)[0].splitlines()[-1]
+        _, _, loss, _, weights, gradients, optimizer, _, sent, ms, *_ = re.split(r" {2,}", line.strip())
+        held = [cell.split(" / ")[0] for cell in (weights, gradients, optimizer, sent)]
+        assert numbers.split() == [loss, *held, ms], name
