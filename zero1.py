@@ -147,7 +147,7 @@ class ZeRO1(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The last unit's have travelled meanwhile; only one unit's copy is to be held at a time.
+            # The previous unit's have travelled meanwhile; only one unit's copy is to be held at a time.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
 
@@ -188,7 +188,7 @@ def train(config):
         else:
             model.finish_reduce_scatters()
         squares = squared_norm([shard.grad for shard in model.shards()])
-        dist.all_reduce(squares)  # each rank has another part of the gradients
+        dist.all_reduce(squares)  # each rank has a different part of the gradients
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)
         optimizer.step()

@@ -7,7 +7,7 @@ Idea
     summed gradients, as in zero2.py. While one block computes, the next one's weights travel. (ZeRO, arXiv
     1910.02054, sections 5.3 and 7.2.2; FSDP, arXiv 2304.11277, section 3)
 
-Timeline (three blocks; 2 and 3 stay until their backward, as does the root, 0, what is outside of all blocks)
+Timeline (three blocks; the last two stay, as backward begins with them; so does the root, 0: all else)
     compute |             | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | ...
     network | gather 0, 1 | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | ...
 
@@ -47,7 +47,7 @@ FLAGS = {"prefetch": 1}
 # Before torch 2.13 these had other names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-UNIT_OF = {}  # {memory of gathered weights, their storage: their unit}
+UNIT_OF = {}  # {storage of gathered weights: its unit}
 
 
 class Unit:
@@ -63,7 +63,7 @@ class Unit:
         self.flat = None  # all weights, while they are here
         self.gathering = self.reducing = None  # what is on its way
         self.nan = torch.tensor(torch.nan, dtype=self.dtype, device=device)
-        self.free()  # the parameters' own memory, too
+        self.free()  # drops the parameters' own memory
 
     def flatten(self, tensors):
         padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size())  # so that shards are equal
@@ -136,10 +136,10 @@ class ZeRO3(nn.Module):
             unit.free()
         self.direction = 1
         self.gather(self.root)
-        # Autograd saves for backward what a block computes with, its weights, too, and what autograd holds is
-        # not freed. So in place of a weight, note() lets it hold a note: the unit, and the place in it. When
-        # backward needs the weight, restore() gets the note, gathers the unit again, and returns the weight.
-        # (FSDP itself lets autograd hold the weight, but resizes its memory to 0 and back.)
+        # Autograd saves weights for backward. While it holds them, free() would free nothing. So in place of
+        # a weight, note() lets it hold a note: the unit, and the place in it. When backward needs the weight,
+        # restore() gets the note, gathers the unit again, and returns the weight. (FSDP itself lets autograd
+        # hold the weight, but resizes its memory to 0 and back.)
         with saved_tensors_hooks(self.note, self.restore):
             output = self.module(*inputs)
         self.direction = -1
@@ -156,16 +156,17 @@ class ZeRO3(nn.Module):
         unit.finish_gather()
 
     def end_forward(self, unit, output):
-        # Backward begins with the last units. In backward only a checkpointed block runs forward, to be used.
+        # Backward begins with the last units. (A checkpointed block runs forward in backward: keep it.)
         if self.direction == 1 and unit not in self.units[-1 - self.prefetch :]:
             unit.free()
         if output.requires_grad:
-            output.register_hook(lambda grad: self.gather(unit))  # when backward comes back to this block
+            # When backward comes back to this block; restore() would do, but not for checkpoints in it.
+            output.register_hook(lambda grad: self.gather(unit))
 
     def note(self, tensor):
         """What autograd saves in place of a tensor."""
         unit = UNIT_OF.get(tensor.untyped_storage())
-        if unit is None:  # no weight, but an activation
+        if unit is None:  # not a weight but an activation
             return tensor.detach(), tensor._version  # with hooks, autograd does not check versions itself
         return unit, tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -182,7 +183,7 @@ class ZeRO3(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The last unit's have travelled meanwhile; only one unit's copy is to be held at a time.
+            # The previous unit's have travelled meanwhile; only one unit's copy is to be held at a time.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
             unit.free()
@@ -220,7 +221,7 @@ def train(config):
             total_loss += loss.detach()
         model.finish_reduce_scatters()
         squares = squared_norm([shard.grad for shard in model.shards()])
-        dist.all_reduce(squares)  # each rank has another part of the gradients
+        dist.all_reduce(squares)  # each rank has a different part of the gradients
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)
         optimizer.step()
