@@ -15,7 +15,7 @@ Timeline (four layers, a bucket for each)
 
 Memory (bytes on each of N ranks; P parameters)
     parameters    (w+c)P           w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     (m+w/B)P         m = 4: bf16 ones become fp32 in the update; w/B: a bucket of B = --buckets
+    gradients     (m+w/B)P         m = 4: bf16 ones become fp32 in the update; w/B: a bucket's copy, B = --buckets
     gradients     mP               with --naive
     optimizer     2mP              AdamW's two moments
 
@@ -94,7 +94,7 @@ class DDP(nn.Module):
         limit = sum(param.numel() for param in params) / n_buckets
         self.buckets = [Bucket()]
         for param in reversed(params):  # about the order in which backward reaches them
-            if self.buckets[-1].numel() > limit:
+            if self.buckets[-1].numel() >= limit:
                 self.buckets.append(Bucket())
             bucket = self.buckets[-1]
             bucket.add(param)
