@@ -15,7 +15,7 @@ Timeline (four layers, a bucket for each)
 
 Memory (bytes on each of N ranks; P parameters)
     parameters    (w+c)P           w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     (m+w/B)P         m = 4: bf16 ones become fp32 in the update; w/B: a bucket's copy, B = --buckets
+    gradients     (m+w/B)P         m = 4: fp32 in the update; w/B: a bucket's copy, B = --buckets
     gradients     mP               with --naive
     optimizer     2mP              AdamW's two moments
 
