@@ -208,14 +208,12 @@ def join_world():
     if "RANK" not in os.environ:  # not started by torchrun: the only rank
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     gpus = torch.cuda.device_count()
-    if not gpus:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
-        os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
-    torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-    dist.init_process_group("nccl")
-    return torch.device("cuda")
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share a GPU: to NCCL each is to seem a host
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):

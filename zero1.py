@@ -16,9 +16,9 @@ Timeline (two blocks; the root, 0, is what is outside of them; the gathers are o
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
     parameters    wP+cP/N                  w = 4 in fp32, 2 in bf16; c = 4 in bf16, shards in fp32, else 0
     gradients     w(P+E+U)                 all, a unit's once more as sent, and the tied head's
-    gradients     mP/N+w(E+U+max(E,U))     with --accum 1: as in zero2.py
+    gradients     mP/N+w(E+U+max(E,U))     with --accum 1: as in zero2.py (m = 4)
     gradients     w(P+max(E,U))            with --naive
-    optimizer     2mP/N                    AdamW's two moments (m = 4)
+    optimizer     2mP/N                    AdamW's two moments
 
 Sent (bytes, by each rank in each step)
     reduce-scatter    wP(N-1)/N
@@ -99,7 +99,7 @@ class Unit:
 
 
 def reduce_scatter_all(units):
-    """After the last backward: each rank gets the sum of its 1/N of the gradients."""
+    """Each rank gets the sum of its 1/N of the gradients."""
     for unit in units:
         unit.start_reduce_scatter()
         unit.finish_reduce_scatter()
@@ -162,7 +162,7 @@ class ZeRO1(nn.Module):
             unit.start_gather()
 
     def full_state_dict(self):
-        """The module's state dict, gathered anew. All ranks must call it."""
+        """The module's state dict, once all weights have arrived."""
         for unit in self.units:
             unit.finish_gather()
         return self.module.state_dict()
@@ -256,14 +256,12 @@ def join_world():
     if "RANK" not in os.environ:  # not started by torchrun: the only rank
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     gpus = torch.cuda.device_count()
-    if not gpus:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
-        os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
-    torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-    dist.init_process_group("nccl")
-    return torch.device("cuda")
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share a GPU: to NCCL each is to seem a host
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):

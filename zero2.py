@@ -1,30 +1,30 @@
-"""ZeRO-2: each rank also holds 1/N of the gradients.
+"""ZeRO-2: each rank holds only 1/N of the gradients, too.
 
 Idea
-    A rank of zero1.py updates 1/N of the weights, its shard, but holds the gradients of all. Here it lets go
-    of the others' at once: as soon as backward has computed a block's gradients, a reduce-scatter gives each
-    rank the sum of its 1/N, and all else is freed. A step of k microbatches does so k times, and shards add
-    up. So this is zero1.py without is_last_backward. (ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1)
+    If a step has several microbatches, a rank of zero1.py holds the gradients of all weights until the last
+    one. Here, as soon as a backward has computed a block's gradients, a reduce-scatter gives each rank the
+    sum of its 1/N, and the rest is freed. So k microbatches send gradients k times; what a rank gets adds up.
+    In code, this is zero1.py without is_last_backward. (ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1)
 
     Gradients travel while backward goes on, new weights during the next forward.
 
 Timeline (two blocks; the root, 0, is what is outside of them; the gathers are of the last step's weights)
-    compute |             | forward 1 | forward 2 | backward 2 | backward 1       |                     | step
-    network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 |
+    compute |             | forward 1 | forward 2 | backward 2 | backward 1       | the next microbatch | ...
+    network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 | ...
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
     parameters    wP+cP/N                  w = 4 in fp32, 2 in bf16; c = 4 in bf16, shards in fp32, else 0
-    gradients     mP/N+w(E+U+max(E,U))     the shards', a unit's as made and as sent, and the tied head's
-    gradients     w(P+max(E,U))            with --naive
+    gradients     mP/N+w(E+U+max(E,U))     the shards' (m = 4), a unit's as made and as sent, the tied head's
+    gradients     w(P+max(E,U))            with --naive; from the second microbatch on mP/N more
     optimizer     2mP/N                    AdamW's two moments
 
-Sent (bytes, by each rank in each step of k microbatches)
+Sent (bytes, by each rank in each step of k = --accum microbatches)
     reduce-scatter    kwP(N-1)/N
     all-gather        wP(N-1)/N
 
 Run
     torchrun --nproc_per_node=2 zero2.py
-    torchrun --nproc_per_node=2 zero2.py --naive
+    torchrun --nproc_per_node=2 zero2.py --accum 4 --naive
     torchrun --nproc_per_node=8 zero2.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
@@ -93,11 +93,11 @@ class Unit:
             self.gathering = None
 
 
-# If time does not matter, all of ZeRO-2 is: reduce_scatter_all(), an update of the shards, all_gather_all().
+# If neither time nor memory matters: reduce_scatter_all() after each backward, an update, all_gather_all().
 
 
 def reduce_scatter_all(units):
-    """After each backward: each rank gets the sum of its 1/N of the gradients."""
+    """Each rank gets the sum of its 1/N of the gradients."""
     for unit in units:
         unit.start_reduce_scatter()
         unit.finish_reduce_scatter()
@@ -157,7 +157,7 @@ class ZeRO2(nn.Module):
             unit.start_gather()
 
     def full_state_dict(self):
-        """The module's state dict, gathered anew. All ranks must call it."""
+        """The module's state dict, once all weights have arrived."""
         for unit in self.units:
             unit.finish_gather()
         return self.module.state_dict()
@@ -249,14 +249,12 @@ def join_world():
     if "RANK" not in os.environ:  # not started by torchrun: the only rank
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     gpus = torch.cuda.device_count()
-    if not gpus:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems to be a host
-        os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
-    torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-    dist.init_process_group("nccl")
-    return torch.device("cuda")
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share a GPU: to NCCL each is to seem a host
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
