@@ -41,7 +41,6 @@ import torch.distributed as dist
 import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
 
 FLAGS = {"prefetch": 1}
 # Before torch 2.13 these had other names.
@@ -140,7 +139,7 @@ class ZeRO3(nn.Module):
         # a weight, note() lets it hold a note: the unit, and the place in it. When backward needs the weight,
         # restore() gets the note, gathers the unit again, and returns the weight. (FSDP itself lets autograd
         # hold the weight, but resizes its memory to 0 and back.)
-        with saved_tensors_hooks(self.note, self.restore):
+        with torch.autograd.graph.saved_tensors_hooks(self.note, self.restore):
             output = self.module(*inputs)
         self.direction = -1
         return output

@@ -74,7 +74,7 @@ def fsdp2(prefetch, lesson, config, device, **policy):
 
 def hsdp(lesson, config, device):
     """FSDP2 on a mesh (copies, ranks of a copy); copies all-reduce in the last microbatch alone."""
-    lesson.choose_shard(config)
+    config.shard = config.shard or dist.get_world_size() // (1 if dist.get_world_size() % 2 else 2)
     shape = dist.get_world_size() // config.shard, config.shard
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "ranks"))
     peer = fsdp2(True, lesson, config, device, mesh=mesh)

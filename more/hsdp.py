@@ -1,516 +1,400 @@
-"""HSDP: zero3.py inside each node, whose ranks share a copy of the model; the nodes average their gradients.
+"""HSDP: ZeRO-3 inside each node; the nodes hold replicas, and sum up the gradients of their shards.
 
 Idea
-    zero3.py sends nearly 3P numbers in each microbatch, also between nodes, where links are slow. Here only
-    the F ranks of a node, or --shard F neighbours, share a copy of the model, and gather and reduce as in
-    zero3.py. The copies are replicas, as in ddp.py: ranks with the same shard average its gradient, and send
-    1/F of what ddp.py sends (hybrid sharding: FSDP, arXiv 2304.11277, 3.2.2; MiCS, arXiv 2205.00119).
-    Parameters travel in units: each block is one, all others are the root. A rank's shard is 1/F of each.
+    In zero3.py each block's weights come from all ranks, also over slow links between nodes, twice in each
+    microbatch. Here only the F ranks of a node share the weights, as in zero3.py. The nodes are replicas, as
+    the ranks of ddp.py are: once in a step an all-reduce sums each shard's gradient over them. So between
+    nodes a rank sends 1/F of what it sends in ddp.py. (FSDP, arXiv 2304.11277, section 3.2.2)
 
-Timeline (of three blocks, with --prefetch 1; the root and what waits at the ends are not drawn)
+Timeline (three blocks, the last microbatch; the root, 0, waits for all)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
     in node | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
     between |           |           |           |            |                            | all-reduce 3
 
-Memory (bytes on each of N ranks, F of which share a copy; P parameters, U in a block, E in the root)
-    parameters    mP/F + w(E+(1+f)U)      w = 4 in fp32, 2 in bf16; m = 4; f = --prefetch
-    gradients     (m+c/2)P/F + w(E+(2+g)U)    c = 4 in bf16, where copies travel; g = 1 over gloo; else 0
-    optimizer     KP/F                    K = 8 for AdamW's two moments, 0 for SGD (fp64: w, m = 8, K = 16)
+Memory (bytes on each of N ranks, F in a node; P parameters, U in a block, E outside of all blocks)
+    parameters    mP/F+w(E+2U)             the shards (m = 4), and what is gathered (w = 4 in fp32, 2 in bf16)
+    gradients     mP/F+w(E+U+max(E,U))     the shards', a unit's as made and as sent, and the tied head's
+    optimizer     2mP/F                    AdamW's two moments
 
 Sent (bytes, by each rank in each step of k microbatches)
-    reduce-scatter    kwP(F-1)/F                in a ring, inside a node
-    all-gather        kw(2P-E-(1+f)U)(F-1)/F    the root and the last 1+f units are kept for their backward
-    all-reduce        2w(P/F)(N-F)/N            in a ring, between nodes; in the last microbatch only
+    reduce-scatter    kwP(F-1)/F                inside the node
+    all-gather        kw(2P-E-2U)(F-1)/F        inside the node
+    all-reduce        2m(P/F)(N-F)/N            between nodes, once in a step
 
 Run
     torchrun --nproc_per_node=4 more/hsdp.py
+    torchrun --nproc_per_node=4 more/hsdp.py --naive         # nothing computes while nodes sum up
     torchrun --nproc_per_node=8 more/hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Buffers are not averaged. Each step must use all parameters. A sharded weight is NaN. Not noticed: an
-    optimizer that is not elementwise; torch's clip_grad_norm_ and GradScaler; an update before a step's last
-    backward; a step without one; added or unfrozen parameters; a loss that uses what a unit did not return.
+    What zero3.py leaves out; blocks that one backward reaches twice (checkpointed with use_reentrant=True).
 """
 
 import argparse
 import os
 import sys
 import time
-from functools import partial
-from pathlib import Path
-from weakref import proxy
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before set_up(), or it would keep the process group alive
+import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as unflatten  # views of a flat tensor, of these shapes
-from torch.utils._pytree import tree_leaves
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+FLAGS = {"naive": False, "shard": 0}
+# Before torch 2.13 these had other names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class HSDP(nn.Module):
-    """Wraps a module, in which each submodule of unit_class is a unit. shard_size neighbouring ranks share a
-    copy. Without overlap, two lines would turn zero3.py into it:
-
-        reduce_scatter(unit.shard.grad, unit.flat_grad, group=group)  # as there, in this node
-        all_reduce(unit.shard.grad, group=replica_group)  # a rank of each node, with the same shard
-
-    Nothing is computed during that all-reduce. So here it travels while backward computes the next units.
-    parameters() are this rank's shards, for an elementwise optimizer that is made after wrapping. device:
-    where shards and unsharded units are. is_last_backward: False but in a step's last saves all-reduces."""
-
-    def __init__(self, module: nn.Module, unit_class: type, shard_size: int, prefetch=1, device=None):
-        super().__init__()
-        self.module = module
-        self.prefetch = prefetch
-        self.is_last_backward = True
-        self.group, replica_group = make_groups(shard_size)
-        self.has_optimizer = False  # until somebody asks for parameters()
-        self.waiting = set()  # during backward: the parameters that do not have their gradient yet
-        self.reducing = []  # the units whose gradients are travelling
-        # Hooks: a unit calls _pre_forward and _post_forward, and its output _pre_backward; autograd calls
-        # _gradient_ready when a parameter has its gradient. (Through a proxy, or hooks would keep the model.)
-        self.units = []
-        for submodule, params in find_units(module, unit_class):
-            unit = Unit(params, device, self.group, replica_group)
-            self.units.append(unit)
-            unit.reshard_after_forward = submodule is not module
-            submodule.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
-            submodule.register_forward_hook(partial(self._post_forward, unit))
-            unit.hook = partial(self._gradient_ready, unit)
-            for param in params:
-                param.register_post_accumulate_grad_hook(proxy(unit.hook))
-        for unit in self.units[-1 - prefetch :]:
-            unit.reshard_after_forward = False  # backward begins with these
-        module.register_forward_pre_hook(self._begin_forward, prepend=True)  # runs first
-        # All ranks start from rank 0's buffers and frozen weights. (Unit has done the same for the others.)
-        frozen = [param for param in module.parameters() if not param.requires_grad]
-        for tensor in (*frozen, *module.buffers()):
-            tensor.data = tensor.data.to(device)
-            dist.broadcast(tensor.detach(), 0)
-        self._protect()
-
-    def parameters(self, recurse=True):
-        self.has_optimizer = True
-        return (unit.shard for unit in self.units)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    def _begin_forward(self, *_):
-        self._check()
-        # A forward that no backward has followed leaves units unsharded, maybe with weights out of date.
-        for unit in self.units:
-            unit.reshard()
-
-    def _unshard(self, unit, direction):
-        # Gather a unit, and those that forward (direction 1) or backward (-1) needs next.
-        i = self.units.index(unit)
-        for each in self.units[i::direction][: 1 + self.prefetch]:
-            each.unshard()
-        unit.wait_for_unshard()
-
-    def _pre_forward(self, unit, *_):
-        if not unit.in_backward:  # else activation checkpointing runs its forward again, and it is here
-            self._unshard(unit, 1)
-
-    def _post_forward(self, unit, submodule, args, output):
-        if unit.in_backward:
-            return
-        if unit.reshard_after_forward or not torch.is_grad_enabled():
-            unit.reshard()
-        tensors = [x for x in tree_leaves(output) if getattr(x, "requires_grad", False)]
-        if torch.is_grad_enabled() and not tensors:
-            raise RuntimeError("a unit must return a tensor that requires a gradient, or a tree of such")
-        for tensor in tensors:
-            tensor.register_hook(partial(self._pre_backward, unit))
-
-    def _pre_backward(self, unit, *_):
-        # Backward has reached this unit's output, so it is done with units that have all their gradients:
-        # free them. (Not before: the gradient of a unit's input may need its weights.)
-        for each in self.units:
-            if self.waiting and self.waiting.isdisjoint(each.params):
-                each.reshard()
-        unit.in_backward = True
-        self._unshard(unit, -1)
-
-    def _gradient_ready(self, unit, param):
-        if not self.waiting:  # this is the first gradient of this backward
-            for each in self.units:
-                self.waiting.update(each.params)
-            # Autograd calls _end_backward when this whole backward is done.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        unit.collect(param)
-        self.waiting.remove(param)
-        if self.waiting.isdisjoint(unit.params):
-            self._post_backward(unit)
-
-    def _post_backward(self, unit):
-        # A unit has all its gradients. They travel while backward computes those of the next unit. One unit's
-        # at a time, so that one receive buffer is enough.
-        if self.reducing:
-            self._finish_reducing()
-        unit.start_reduce_scatter()
-        self.reducing.append(unit)
-
-    def _finish_reducing(self):
-        # Wait for the node's average of a unit's gradients. In the last backward all nodes average theirs.
-        unit = self.reducing.pop(0)
-        unit.finish_reduce_scatter()
-        if self.is_last_backward:
-            unit.start_all_reduce()
-
-    def _end_backward(self):
-        self._check()
-        while self.reducing:
-            self._finish_reducing()
-        for unit in self.units:
-            if self.is_last_backward:
-                unit.finish_all_reduce()
-            unit.reshard()
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float):
-        """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        if self.units[0].shard.grad is None or not self.is_last_backward:
-            raise RuntimeError("clip after a step's last backward, which must have is_last_backward = True")
-        # In pieces: a CPU makes an fp64 copy of each, which its cache holds if the piece is small.
-        grads = [piece for unit in self.units for piece in unit.shard.grad.split(2**20)]
-        squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
-        dist.all_reduce(squares, group=self.group)  # not across nodes: replicas have the same
-        norm = squares.sqrt()
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).to(grads[0]))
-        return norm
-
-    def full_state_dict(self):
-        """The plain module's state_dict on rank 0, weights on the CPU; else {}. All ranks must call it."""
-        weights = {}
-        for unit in self.units:
-            unit.reshard()  # it may be out of date
-            unit.unshard()
-            unit.wait_for_unshard()
-            for name, param in nn.Module.named_parameters(self.module, remove_duplicate=False):
-                if param in unit.grad_views and dist.get_rank() == 0:
-                    weights[name] = param.detach().to("cpu", copy=True)
-            unit.reshard()
-        state_dict = nn.Module.state_dict(self.module)  # which has the buffers, and frozen weights, too
-        return {name: weights.get(name, value) for name, value in state_dict.items() if weights}
-
-    # A reader may skip to Unit: this turns mistakes that would go unnoticed into errors.
-
-    def _check(self):
-        if torch.is_grad_enabled() and not self.has_optimizer:
-            raise RuntimeError("make the optimizer after wrapping, of the wrapper's parameters()")
-        if self.waiting:
-            raise RuntimeError("a backward failed, or left a parameter without a gradient: all must get one")
-        if not all(unit.shard.requires_grad for unit in self.units):
-            raise RuntimeError("freeze the module's parameters before you wrap it, not the shards")
-
-    def _protect(self):
-        for submodule in self.modules():
-            for name in ("named_parameters", "load_state_dict", "requires_grad_", "_apply", "__reduce_ex__"):
-                setattr(submodule, name, refuse_use.__get__(submodule))
-        self.module.state_dict = refuse_use
-
-
-def refuse_use(*args, **kwargs):
-    raise RuntimeError("use parameters() and full_state_dict(); load, freeze, move, copy before you wrap")
+UNIT_OF = {}  # {storage of gathered weights: its unit}
 
 
 class Unit:
-    """Parameters that travel together, as views of flat_param, which has memory only while the unit is
-    unsharded. Their gradients gather in flat_grad, which has memory from the first until it has been sent.
-    shard, which the optimizer updates, is a copy of this rank's 1/F of flat_param (in bf16 an fp32 copy)."""
+    """Parameters that travel together: a block's, or those outside of all blocks, the root."""
 
-    def __init__(self, params, device, group, replica_group):
-        self.n_shards = dist.get_world_size(group)
-        self.group = group
-        self.replica_group = replica_group
+    def __init__(self, params, device, groups):
+        self.node, self.replicas = groups
         self.params = params
-        if len({param.dtype for param in params}) > 1:
-            raise ValueError("the parameters of a unit must be of one dtype")
-        flat = torch.cat([param.detach().flatten() for param in params]).to(device)
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))  # to equal parts
-        dist.broadcast(self.flat_param, 0)
-        self.param_views = unflatten(self.flat_param, params)
-        self.flat_grad = torch.zeros_like(self.flat_param)
-        self.grad_views = dict(zip(params, unflatten(self.flat_grad, params)))
-        self.flat_grad.untyped_storage().resize_(0)  # only now: no view can be made of an empty storage
-        self.own_param = self.flat_param.chunk(self.n_shards)[dist.get_rank(group)]
-        shard_dtype = torch.promote_types(flat.dtype, torch.float32)
-        self.shard = nn.Parameter(self.own_param.to(shard_dtype, copy=True))
-        self.nan = flat.new_tensor(torch.nan)
-        self.gather_work = None
-        self.reshard()
+        self.missing = len(params)  # gradients that backward has yet to compute
+        self.sizes = [param.numel() for param in params]
+        self.dtype = params[0].dtype
+        own = self.flatten(params).chunk(dist.get_world_size(self.node))[dist.get_rank(self.node)]
+        self.shard = nn.Parameter(own.to(device, wide(self.dtype), copy=True))  # what the optimizer updates
+        self.flat = None  # all weights, while they are here
+        self.gathering = self.reducing = self.summing = None  # what is on its way
+        self.nan = torch.tensor(torch.nan, dtype=self.dtype, device=device)
+        self.free()  # drops the parameters' own memory
 
-    def unshard(self):
-        """Start to all-gather the weights, unless they are here or on their way."""
-        if self.flat_param.untyped_storage().nbytes() == 0:
-            self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
-            self.own_param.copy_(self.shard.data)
-            self.gather_work = all_gather(self.flat_param, self.own_param, group=self.group, async_op=True)
-
-    def wait_for_unshard(self):
-        if self.gather_work:
-            self.gather_work.wait()
-            self.gather_work = None
-            for param, view in zip(self.params, self.param_views):
-                param.data = view
-
-    def reshard(self):
-        """Free the weights. A NaN takes the place of all numbers of a parameter, so that misuse shows."""
-        self.in_backward = False
-        self.wait_for_unshard()
-        self.flat_param.untyped_storage().resize_(0)
-        for param in self.params:
-            param.data = self.nan.expand(param.shape)
-
-    def collect(self, param):
-        """Move a gradient into flat_grad, divided by F, so that the node's sum is its average."""
-        storage = self.flat_grad.untyped_storage()
-        if storage.nbytes() == 0:  # this is the first gradient in this backward
-            storage.resize_(self.flat_grad.nbytes)
-            self.flat_grad[-self.n_shards :].zero_()  # the padding, at most
-        torch.mul(param.grad.to_dense(), 1 / self.n_shards, out=self.grad_views[param])
-        param.grad = None
+    def flatten(self, tensors):
+        padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size(self.node))  # to equal shards
+        return torch.cat([*(tensor.detach().flatten() for tensor in tensors), padding])
 
     def start_reduce_scatter(self):
-        """Exchange flat_grad for `received`, rows that add up to this rank's 1/F of the node's average."""
-        rows = self.flat_grad.view(self.n_shards, -1)
-        # gloo's reduce-scatter is an all-reduce inside. Sending each rank its row is half of that.
-        is_gloo = dist.get_backend(self.group) == "gloo"
-        exchange = dist.all_to_all_single if is_gloo else reduce_scatter
-        self.received = torch.empty_like(rows if is_gloo else rows[:1])
-        self.reduce_work = exchange(self.received, rows, group=self.group, async_op=True)
+        gradients = self.flatten([param.grad for param in self.params])
+        for param in self.params:
+            param.grad = None
+        self.received = torch.empty_like(self.shard, dtype=self.dtype)
+        self.reducing = reduce_scatter(self.received, gradients, group=self.node, async_op=True)
 
     def finish_reduce_scatter(self):
-        self.reduce_work.wait()
-        self.flat_grad.untyped_storage().resize_(0)
-        gradient = self.received.sum(0, dtype=self.shard.dtype)
-        if self.shard.grad is not None:
-            gradient += self.shard.grad
-        self.shard.grad = gradient
-        self.received.untyped_storage().resize_(0)  # free it, as gloo may still hold the tensor
+        if self.reducing:
+            self.reducing.wait()
+            gradient = self.received.to(self.shard.dtype)
+            self.shard.grad = gradient if self.shard.grad is None else self.shard.grad + gradient
+            self.reducing = self.received = None
 
     def start_all_reduce(self):
-        self.total = self.shard.grad.to(self.own_param.dtype)  # in bf16 a copy, of half the bytes
-        self.all_reduce_work = dist.all_reduce(self.total, group=self.replica_group, async_op=True)
+        assert not self.summing, "gradients of a block that have been sent already"
+        self.summing = dist.all_reduce(self.shard.grad, group=self.replicas, async_op=True)
 
     def finish_all_reduce(self):
-        self.all_reduce_work.wait()
-        torch.div(self.total, dist.get_world_size(self.replica_group), out=self.shard.grad)
-        self.total = self.all_reduce_work = None  # over NCCL a work keeps its tensor
+        self.summing.wait()
+        self.summing = None
+
+    def start_gather(self):
+        if self.flat is None:
+            numel = len(self.shard) * dist.get_world_size(self.node)
+            self.flat = torch.empty(numel, dtype=self.dtype, device=self.shard.device)
+            UNIT_OF[self.flat.untyped_storage()] = self
+            own = self.flat.chunk(dist.get_world_size(self.node))[dist.get_rank(self.node)]
+            own.copy_(self.shard.detach())
+            self.gathering = all_gather(self.flat, own, group=self.node, async_op=True)
+
+    def finish_gather(self):
+        if self.gathering:
+            self.gathering.wait()
+            self.gathering = None
+            for param, part in zip(self.params, self.flat[: sum(self.sizes)].split(self.sizes)):
+                param.data = part.view(param.shape)
+
+    def free(self):
+        self.finish_gather()
+        if self.flat is not None:
+            del UNIT_OF[self.flat.untyped_storage()]
+            self.flat = None
+        for param in self.params:
+            param.data = self.nan.expand(param.shape)  # one number; if it were used, the loss would be NaN
 
 
-def make_groups(shard_size):
-    """(the ranks that share this rank's copy, the ranks, one of each copy, that have the same shard)"""
-    group, _ = dist.new_subgroups(shard_size)  # neighbours
-    same_shard = [range(i, dist.get_world_size(), shard_size) for i in range(shard_size)]
-    return group, dist.new_subgroups_by_enumeration(same_shard)[0]
+def naive(units):
+    """After the last backward. But nothing is computed while these travel."""
+    for unit in units:
+        unit.start_all_reduce()
 
 
-def find_units(module, unit_class):
-    """[(submodule, its parameters)]: first the root, which also has what several units share."""
-    owner = {}
-    for submodule in module.modules():
-        if isinstance(submodule, unit_class):
-            for param in submodule.parameters():
-                owner[param] = module if param in owner else submodule  # in several units: the root's
-    units = {module: []}
-    for param in module.parameters():
-        if param._post_accumulate_grad_hooks:
-            raise ValueError("the module, or a part of it, is wrapped already: build it anew")
-        if param.requires_grad:
-            units.setdefault(owner.get(param, module), []).append(param)
-    found = [(submodule, params) for submodule, params in units.items() if params]
-    if not owner or not found:
-        raise ValueError(f"the module has no {unit_class} with parameters, or all parameters are frozen")
-    return found
+class HSDP(nn.Module):
+    """ZeRO3 in each node. Nodes all-reduce the gradients of their shards during the last backward."""
+
+    def __init__(self, module, blocks, device, groups):
+        super().__init__()
+        self.module = module
+        in_blocks = {param for block in blocks for param in block.parameters()}
+        self.root = Unit([param for param in module.parameters() if param not in in_blocks], device, groups)
+        self.units = [self.root, *(Unit(list(block.parameters()), device, groups) for block in blocks)]
+        for unit, block in zip(self.units[1:], blocks):
+            block.register_forward_pre_hook(lambda *_, unit=unit: self.gather(unit))
+            block.register_forward_hook(lambda block, x, output, unit=unit: self.end_forward(unit, output))
+        for unit in self.units:
+            for param in unit.params:
+                # Autograd calls gradient_ready() as soon as it has computed param.grad.
+                param.register_post_accumulate_grad_hook(lambda _, unit=unit: self.gradient_ready(unit))
+
+    def forward(self, *inputs):
+        # If the last forward had no backward, some weights are still here, perhaps from before an update.
+        for unit in self.units:
+            unit.free()
+        self.direction = 1
+        self.gather(self.root)
+        # Or autograd would hold the weights, and free() would free nothing: see zero3.py.
+        with torch.autograd.graph.saved_tensors_hooks(self.note, self.restore):
+            output = self.module(*inputs)
+        self.direction = -1
+        return output
+
+    def shards(self):
+        return [unit.shard for unit in self.units]
+
+    def gather(self, unit):
+        """Wait for a unit's weights; those of the next one in this direction start to travel."""
+        i = self.units.index(unit)
+        for each in self.units[i :: self.direction][:2]:
+            each.start_gather()
+        unit.finish_gather()
+
+    def end_forward(self, unit, output):
+        # Backward begins with the last units. (A checkpointed block runs forward in backward: keep it.)
+        if self.direction == 1 and unit not in self.units[-2:]:
+            unit.free()
+        if output.requires_grad:
+            # When backward comes back to this block; restore() would do, but not for checkpoints in it.
+            output.register_hook(lambda grad: self.gather(unit))
+
+    def note(self, tensor):
+        """What autograd saves in place of a tensor."""
+        unit = UNIT_OF.get(tensor.untyped_storage())
+        if unit is None:  # not a weight but an activation
+            return tensor.detach(), tensor._version  # with hooks, autograd does not check versions itself
+        return unit, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def restore(self, kept):
+        if isinstance(kept[0], Unit):
+            self.gather(kept[0])
+            return kept[0].flat.as_strided(*kept[1:])
+        tensor, version = kept
+        assert tensor._version == version, "modified in place, but backward needs the original"
+        return tensor
+
+    def gradient_ready(self, unit):
+        unit.missing -= 1
+        # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
+        if unit.missing == 0:
+            unit.missing = len(unit.params)
+            # The previous unit's have travelled meanwhile; only one unit's copy is to be held at a time.
+            self.finish_reduce_scatters()
+            unit.start_reduce_scatter()
+            unit.free()
+
+    def finish_reduce_scatters(self):
+        """Called after each microbatch's backward, too."""
+        for unit in self.units:
+            if unit.reducing:
+                unit.finish_reduce_scatter()
+                if self.is_last_backward:
+                    unit.start_all_reduce()
+
+    def full_state_dict(self):
+        """The module's state dict, gathered anew. All ranks must call it."""
+        weights = {}
+        for unit in self.units:
+            unit.free()
+            unit.start_gather()
+            unit.finish_gather()
+            weights |= {param: param.detach().cpu() for param in unit.params}
+            unit.free()
+        return {name: weights[param] for name, param in self.module.named_parameters(remove_duplicate=False)}
 
 
 def train(config):
-    choose_shard(config)
-    device, text = set_up(config, f" | shard {config.shard} | prefetch {config.prefetch}")
+    device = join_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = GPT(config).to(DTYPES[config.dtype])
-    model = HSDP(model, Block, config.shard, config.prefetch, device=device)
-    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    config.shard = config.shard or world_size // (1 if world_size % 2 else 2)  # by default two nodes
+    if config.shard < 1 or world_size % config.shard:
+        sys.exit(f"--shard {config.shard}: the number of ranks, {world_size}, must be a multiple of it")
+    nodes = torch.arange(world_size).view(-1, config.shard)  # a row is a node
+    node, _ = dist.new_subgroups_by_enumeration(nodes.tolist())  # the ranks of this rank's node
+    replicas, _ = dist.new_subgroups_by_enumeration(nodes.T.tolist())  # those that have the same shard
+    model = GPT(config)  # on the host: the device may be too small for all of it
+    model = HSDP(model, model.blocks, device, (node, replicas))
+    optimizer = torch.optim.AdamW(model.shards(), config.lr, fused=True)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        loss = 0
-        for i, (inputs, targets) in enumerate(microbatches(config, text, step, device, rank, world_size), 1):
-            model.is_last_backward = i == config.accum
-            # Each loss is a mean, and gradients add up over microbatches: divide to get the batch's mean.
-            microloss = mean_loss(model(inputs), targets) / config.accum
-            microloss.backward()
-            loss += microloss.detach()
-        grad_norm = model.clip_grad_norm_(config.clip)
+        total_loss = 0
+        for i, (inputs, targets) in enumerate(microbatches(config, step, device, rank, world_size), 1):
+            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
+            model.is_last_backward = i == config.accum and not config.naive
+            loss.backward()
+            model.finish_reduce_scatters()
+            total_loss += loss.detach()
+        if config.naive:
+            naive(model.units)
+        for unit in model.units:
+            unit.finish_all_reduce()
+        squares = squared_norm([shard.grad for shard in model.shards()])
+        dist.all_reduce(squares, group=node)  # each rank of a node has a different part
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)
         optimizer.step()
-        model.zero_grad()
-        dist.all_reduce(loss)
-        print_step(config, step, loss / world_size, grad_norm, started)
+        optimizer.zero_grad()
+        dist.all_reduce(total_loss)
+        print_step(config, step, total_loss, norm, started)
     if config.save:
         state_dict = model.full_state_dict()
         if rank == 0:
-            save_weights(state_dict, config.save)
-
-
-def choose_shard(config):
-    """Without --shard, the ranks of a node; of a single node half of them, so that both groups show."""
-    world_size = int(os.getenv("WORLD_SIZE") or 1)
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if node == world_size >= 4 and node % 2 == 0:
-        node //= 2
-    config.shard = config.shard or node
-    if world_size % config.shard:
-        refuse(f"--shard {config.shard}: must divide the {world_size} ranks")
-
-
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--shard", type=int, help="ranks that share a copy (default: a node's, or half)")
-    own.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
-    return read_flags(arguments, own, prefetch=(0, 7))
+            torch.save(state_dict, config.save)
 
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
-         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+SIZES = {
+    "toy": (8, 8, 64, 64, 256),
+    "small": (6, 8, 256, 128, 256),
+    "gpt2": (12, 12, 768, 1024, 50304),
+    "gpt2-xl": (48, 25, 1600, 1024, 50304),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
-            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
-HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
-def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
-    parser.error = refuse
-    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
-        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
-    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+def read_flags(own, arguments=None):
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", default="toy", choices=SIZES)
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
+    parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--save", default="", help="a file for the trained weights")
+    for name, default in own.items():
+        if isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default[0], choices=default)
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
-    for name, value in vars(config).items():
-        least, most = limits.get(name, (1, 1_048_576))
-        if type(value) in (int, float) and not least <= value <= most:
-            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    if config.width % config.heads:
+        parser.error(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
+    if not os.path.isdir(os.path.dirname(config.save) or "."):
+        parser.error(f"--save {config.save}: no such folder")
     return config
 
 
-def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":  # or it is not set
-        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
-    else:
-        time.sleep(5)
-    raise SystemExit(2)
+def join_world():
+    """Meet the other ranks: over NCCL if there are GPUs, else over gloo. Returns this rank's device."""
+    if "RANK" not in os.environ:  # not started by torchrun: the only rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share a GPU: to NCCL each is to seem a host
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
-def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
-    if config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
-    if config.width % config.heads:
-        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = torch.cuda.device_count() * (config.device != "cpu")
-    if config.device == "cuda" and not gpus:
-        refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:  # a file is missing, or a variable of the environment
-        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
-        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
-        text = bytearray().join(map(Path.read_bytes, files))
-        open(config.save or "/dev/null", "ab").close()
-        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-        torch.cuda.set_device(device if gpus else -1)  # -1: none
-        if not dist.is_initialized():
-            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
-            dist.init_process_group("nccl" if gpus else "gloo", *alone)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
-    if not dist.get_rank():
-        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
-        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
-    torch.manual_seed(config.seed)
-    return device, torch.frombuffer(text, dtype=torch.uint8)
-
-
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
-    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
-    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+def microbatches(config, step, device, rank=0, replicas=1):
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
+    b, rest = divmod(config.batch, replicas * config.accum)
+    if rest:
+        sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
+    text = np.memmap(config.data, np.uint8, "r")
+    random = np.random.default_rng((config.seed, step))
+    starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]
+    tokens = torch.from_numpy(text[starts + np.arange(config.context + 1)]).to(device).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
-    def __init__(self, heads, width):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config, block=Block):
+        super().__init__()
+        torch.manual_seed(config.seed)  # so that all ranks start from the same weights
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for param in self.parameters():
             if param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+        self.to(DTYPES[config.dtype])
 
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens):  # (b, s) -> logits (b, s, v)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens):  # (b, s) -> (b, s, h)
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+def wide(dtype):  # fp32 for bf16, else the same
+    return torch.promote_types(dtype, torch.float32)
 
 
-def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
-    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
-    ms = 1e3 * (time.perf_counter() - started)
-    if not dist.get_rank():
-        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+def mean_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def save_weights(state_dict, path):  # at the end, on rank 0
-    try:
-        torch.save(state_dict, path)
-    except (OSError, RuntimeError):
-        refuse(f"--save {path}: cannot be written; is the disk full?")
+def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
+    return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
-# ==== end of the toy model ====
+def print_step(config, step, loss, norm, started):
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
+    if dist.get_rank() == 0:
+        ms = 1e3 * (time.perf_counter() - started)
+        print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")
 
 
 if __name__ == "__main__":
-    train(parse())
+    train(read_flags(FLAGS))
     dist.destroy_process_group()

@@ -74,11 +74,8 @@ LAZY = [
     ---
     return kept[0]""", "bytes held, parameters"),
     ("zero3-notes", ".as_strided(*kept[1:])", "[: kept[1].numel()].view(kept[1])", "gradient norm of step 1"),
-    ("hsdp", "async_op=True)", "async_op=True); self.all_reduce_work.wait()", "hides each all-reduce"),
-    ("hsdp", "", """
-    pass
-    ---
-    pass""", "hides each all-reduce"),
+    ("hsdp", "async_op=True)", "async_op=True); self.summing.wait()", "hides each all-reduce"),
+    ("hsdp", "group=self.replicas", "group=self.node", "gradient norm of step 1"),
     ("muon", "X.shape[0] > X.shape[1]", "False", "computed twice"),
     ("muon", "range(5)", "range(4)", "losses"),
     ("diloco", "outer.grad /= dist.get_world_size()", "pass", "2 ranks: losses"),
@@ -352,13 +349,11 @@ HONEST = [  # the same, but nothing is said
     unit.finish_gather()
     return torch.as_strided(unit.flat, *kept)"""),
     ("hsdp", "", """
-    self.total = self.shard.grad.to(self.own_param.dtype).clone()
-    self.all_reduce_work = dist.all_reduce(self.total, group=self.replica_group, async_op=True)
+    gradient = self.shard.grad.view(-1)
+    self.summing = dist.all_reduce(gradient, dist.ReduceOp.SUM, self.replicas, True)
     ---
-    self.all_reduce_work.wait()
-    self.shard.grad.copy_(self.total)
-    self.shard.grad /= dist.get_world_size(self.replica_group)
-    self.total = self.all_reduce_work = None"""),
+    work, self.summing = self.summing, None
+    work.wait()"""),
     ("muon", "", """
     turned = X.shape[0] > X.shape[1]
     if turned:

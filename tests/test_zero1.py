@@ -123,11 +123,28 @@ def train(model, batches, acts, last, finish, update):
     return evaluated
 
 
+def wrap(name, model, **options):
+    """A model in a lesson's class; in hsdp.py's there are two nodes."""
+    lesson, stem = load(name), Path(name).stem
+    if stem in ("zero3", "hsdp"):
+        options = {"device": torch.device("cpu")} | options
+    if stem == "zero3":
+        options = {"prefetch": 1} | options
+    if stem == "hsdp":
+        nodes = torch.arange(dist.get_world_size()).view(2, -1)
+        options["groups"] = [dist.new_subgroups_by_enumeration(each.tolist())[0] for each in (nodes, nodes.T)]
+    return getattr(lesson, CLASSES[stem])(model, model.blocks, **options)
+
+
+CLASSES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3", "hsdp": "HSDP"}
+
+
 @on_ranks(2)
 def check_situation(name, which, **options):
     """The plain loop's weights on all ranks' batches, and evaluations."""
     build, acts = SITUATIONS[which]
-    everyone = torch.randint(11, (3, 9, 2, 3, 4), generator=torch.Generator().manual_seed(1))
+    shape = 3, 9, dist.get_world_size(), 3, 4
+    everyone = torch.randint(11, shape, generator=torch.Generator().manual_seed(1))
     model = Model(**build)
     plain = Model(**build)
     sgd = torch.optim.SGD(plain.parameters(), 0.02)
@@ -137,15 +154,17 @@ def check_situation(name, which, **options):
         sgd.zero_grad()
 
     expected = train(plain, everyone.flatten(2, 3), acts, lambda is_last: None, lambda: None, step)
-    lesson = load(name)
-    stem = Path(name).stem
-    wrapper = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}[stem]
-    options = {"prefetch": 1, "device": torch.device("cpu")} | options if stem == "zero3" else options
-    zero = getattr(lesson, wrapper)(model, model.blocks, **options)
+    zero = wrap(name, model, **options)
     optimizer = torch.optim.SGD(zero.shards(), 0.02)
 
     def last(is_last):
+        zero.finish_reduce_scatters()  # of an earlier backward, as is_last_backward says of hsdp.py's
         zero.is_last_backward = is_last
+
+    def finish():
+        zero.finish_reduce_scatters()
+        for unit in zero.units if hasattr(zero.root, "finish_all_reduce") else ():
+            unit.finish_all_reduce()
 
     def update():
         optimizer.step()
@@ -153,7 +172,7 @@ def check_situation(name, which, **options):
         if hasattr(zero, "start_gathers"):
             zero.start_gathers()
 
-    own = train(zero, everyone[:, :, dist.get_rank()], acts, last, zero.finish_reduce_scatters, update)
+    own = train(zero, everyone[:, :, dist.get_rank()], acts, last, finish, update)
     weights = zero.full_state_dict()
     worst = apart(weights, plain.state_dict())
     assert worst < 1e-12, f"{which}: weights differ by {worst:.1e}"
@@ -170,13 +189,11 @@ test_blocks_train_with_other_prefetching = holds("zero3", *ahead)
 
 def logged(name, log):
     """A model of a root and three blocks; what computes and what starts and ends on the network is logged."""
-    lesson, model = load(name), Model()
+    model = Model()
     for i, block in enumerate(model.blocks, 1):
         block.register_forward_hook(lambda *_, i=i: log.append(f"forward {i}"))
         block.register_full_backward_pre_hook(lambda *_, i=i: log.append(f"backward {i}"))
-    wrapper = getattr(lesson, {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}[Path(name).stem])
-    more = [1, torch.device("cpu")] if hasattr(lesson, "UNIT_OF") else []
-    zero = wrapper(model, model.blocks, *more)
+    zero = wrap(name, model)
     for (i, unit), (method, word) in product(enumerate(zero.units), METHODS.items()):
         if hasattr(unit, method):
             setattr(unit, method, noting(log, f"{word} {i}", unit, getattr(unit, method)))
@@ -191,7 +208,7 @@ def noting(log, event, unit, method):
     """The method, which notes that it did something."""
 
     def state():
-        return unit.gathering, unit.reducing, id(unit.flat)
+        return unit.gathering, unit.reducing, id(unit.flat), getattr(unit, "summing", None)
 
     def noted():
         before = state()
