@@ -113,14 +113,14 @@ MUTANTS = [
 test_a_mutant_is_rejected = mutants(MUTANTS, "single")
 alone_on_gpu = partial(check_gpu, rows=[(1, 0)])
 GPU_MUTANTS = [
-    ('    torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)\n', "", check_shared,
+    ('        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)\n', "", check_shared,
      "no GPU is set"),
-    ('        os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])', "        pass", check_shared,
+    ('            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])', "            pass", check_shared,
      "another host"),
     ('.setdefault("NCCL_HOSTID", os.environ["RANK"])', '["NCCL_HOSTID"] = os.environ["RANK"]', check_shared,
      "another host"),
     ("1)) > gpus:", "1)) >= gpus:", check_shared, "1 GPUs, 1 ranks: another host"),
-    ('    dist.init_process_group("nccl")', '    dist.init_process_group("gloo")', check_shared,
+    ('init_process_group("nccl" if gpus else "gloo")', 'init_process_group("gloo")', check_shared,
      "another backend"),
     ("loss, norm = loss.item(), norm.item()", "loss, norm = loss.item(), norm.item() + 0 * loss.item()",
      alone_on_gpu, "the host waits"),
