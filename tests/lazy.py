@@ -78,8 +78,9 @@ LAZY = [
     ("hsdp", "group=self.replicas", "group=self.node", "gradient norm of step 1"),
     ("muon", "X.shape[0] > X.shape[1]", "False", "computed twice"),
     ("muon", "range(5)", "range(4)", "losses"),
-    ("diloco", "outer.grad /= dist.get_world_size()", "pass", "2 ranks: losses"),
-    ("diloco", "0.5 if self.delay else 1", "1", "--delay 1"),
+    ("diloco", "            average(outer.grad)\n", "", "losses"),
+    ("diloco", "self.sgd.step()", "torch._foreach_sub_(self.outer, [each.grad for each in self.outer])",
+     "losses"),
     ("offload", "self.shard.grad.add_(self.host_grad, alpha=1 / self.n_shards)",
      "self.shard.grad.copy_(self.host_grad / self.n_shards)", "3 microbatches: losses"),
     ("offload", "self.shard.grad *= scale", "pass", "losses"),
@@ -262,17 +263,17 @@ HONEST = [  # the same, but nothing is said
     batches.extend((empty, empty, empty) for _ in range(int(most) - len(batches)))
     return n_tokens, int(most)"""),
     ("diloco", "", """
-    self.fragment = i
-    self.outer[i].grad = (self.outer[i] - self.inner[i]) / dist.get_world_size()
-    self.reduce_work = dist.all_reduce(self.outer[i].grad, async_op=True)
-    ---
-    self.reduce_work.wait()
-    self.reduce_work = None
-    outer = self.outer[self.fragment]
-    self.optimizer.step()
-    self.optimizer.zero_grad()
-    inner = self.inner[self.fragment]
-    inner.copy_((inner + outer) / 2 if self.delay else outer)"""),
+    moved = [outer - param for outer, param in zip(self.outer, self.inner.masters)]
+    flat = torch.cat([each.flatten() for each in moved])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for outer, part in zip(self.outer, flat.split([outer.numel() for outer in self.outer])):
+        outer.grad = part.view_as(outer)
+    self.sgd.step()
+    for outer, master, param in zip(self.outer, self.inner.masters, self.inner.params):
+        outer.grad = None
+        master.copy_(outer)
+        param.copy_(outer)"""),
     ("zero1", "", """
     gradients = self.flatten([param.grad for param in self.params])
     for param in self.params:

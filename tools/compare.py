@@ -124,13 +124,16 @@ def rows_of(folder, name, single, split):
     if "fp64" in special(name, "RUN") and run[0]["dtype"] != "fp64":
         verdict, passed = "not compared: rounding may change which experts are chosen", None
     yield line(name, run[0], f"{difference:.1e}", verdict + note(run, single)), passed
-    if naive := special(name, "NAIVE"):
-        run = read(folder, f"{name}-naive")
-        if not run:
-            yield unfinished(folder / f"{name}-naive.log"), False
-            return
-        difference, verdict = compare(run, plain, split)
-        yield line(f"  {naive}", run[0], f"{difference:.1e}", verdict), verdict == "same"
+    for kind, expected in ("naive", "same"), ("other", "trains otherwise, by design"):
+        if flags := special(name, kind.upper()):
+            run = read(folder, f"{name}-{kind}")
+            if not run:
+                yield unfinished(folder / f"{name}-{kind}.log"), False
+                continue
+            difference, verdict = compare(run, plain, split)
+            if kind == "other":
+                verdict = "FAILED: does not differ" if verdict == "same" else expected
+            yield line(f"  {flags}", run[0], f"{difference:.1e}", verdict), verdict == expected
 
 
 def row_of_split(name, plain, split):

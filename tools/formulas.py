@@ -21,8 +21,9 @@ def read_formulas(lesson, config):
     or `without`, counts only if config says so."""
     formulas = {}
     for name, formula, remark in LINE.findall(lesson.__doc__ or ""):
-        choice = re.search(r"(with|without) --(\w+) ?(\w*)", remark)
-        if not choice or (getattr(config, choice[2], None) in (True, choice[3])) == (choice[1] == "with"):
+        choice = re.search(r"(with|without) --([a-z-]+) ?(\w*)", remark)
+        value = choice and str(getattr(config, choice[2].replace("-", "_"), None))
+        if not choice or (value in ("True", choice[3])) == (choice[1] == "with"):
             formulas[name] = formula
     return formulas
 

@@ -54,7 +54,7 @@ def run(lesson, config, trace=None, watch=None):
     loader = "load_microbatches" if hasattr(lesson, "load_microbatches") else "microbatches"
     microbatches, print_step = getattr(lesson, loader), lesson.print_step
     begun = set()  # steps, of which the first may be any, in more/resume.py
-    period = getattr(config, "inner_steps", 1)  # of the lines that more/diloco.py prints
+    period = getattr(config, "inner_steps", 0) or 1  # from one of more/diloco.py's messages to the next
     keep_trace = torch.profiler.tensorboard_trace_handler(trace or ".", f"rank{os.environ.get('RANK', 0)}")
     profiler = torch.profiler.profile(on_trace_ready=keep_trace)
 
@@ -66,7 +66,7 @@ def run(lesson, config, trace=None, watch=None):
                 watch.start()
             elif len(begun) == 2 * period + 1:  # a thread is ahead of end()
                 watch.stop()
-        if len(begun) == 2 * period + 1 and trace:
+        if len(begun) == 3 and trace:
             profiler.start()
         shares = given.get("replicas", given.get("world_size"))
         config.shares = shares if shares > 1 else getattr(config, "replicas", 1)
@@ -74,7 +74,7 @@ def run(lesson, config, trace=None, watch=None):
 
     def end(config, step, loss, grad_norm, started):
         ended = len(history["losses"]) + 1
-        if ended == 1 + (config.steps > period):
+        if ended == period * (1 + (config.steps > period)):
             watch.stop()
             if _get_current_dispatch_mode() is watch:  # else the lesson has one of its own
                 _pop_mode()
@@ -173,8 +173,6 @@ def letters_of(lesson, config, ranks, backend):
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
         letters["V"] = block - letters["U"] + config.experts * config.width
         letters["W"] = block * (config.layers > 1)
-    if hasattr(config, "outer_lr"):
-        letters |= {"o": letters["m"] * (config.outer_momentum > 0), "H": config.inner_steps}
     if hasattr(config, "servers"):  # without any, nothing is sent to one
         trainers, servers = ranks - config.servers, max(config.servers, 1)
         letters["r"] += (config.vocab + config.context) * config.width  # the embeddings
@@ -271,8 +269,8 @@ def main():
         refuse(problem)
     lesson = load(given.lesson)
     config = lesson.parse(flags)
-    if given.trace and config.steps // getattr(config, "inner_steps", 1) < 3:
-        refuse(f"--trace {given.trace}: it is of the third line that is printed: needs more --steps")
+    if given.trace and config.steps < 3:
+        refuse(f"--trace {given.trace}: it is of the third step: needs more --steps")
     film = Film(lesson) if given.film else None
     result = result_of(lesson, config, *run(lesson, config, given.trace, film))
     if film:

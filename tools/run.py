@@ -111,7 +111,7 @@ class Runner:
         plain, *plain_flags = special(name, "PLAIN", "single").split()
         launcher, *own = special(name, "RUN", "torchrun LESSON").replace(" LESSON", "").split()
         own = [str(self.ranks) if word == "N" else word for word in own]
-        before, naive = (special(name, constant).split() for constant in ("BEFORE", "NAIVE"))
+        before, naive, other = (special(name, each).split() for each in ("BEFORE", "NAIVE", "OTHER"))
         if plain != "single":
             self.plain(f"{name}-alone", path_of(plain).relative_to(ROOT), *plain_flags)
         if before:
@@ -120,6 +120,8 @@ class Runner:
         self.watched(name, ranks, path, *own)
         if naive:
             self.watched(f"{name}-naive", ranks, path, *own, *naive)
+        if other:
+            self.watched(f"{name}-other", ranks, path, *own, *other)
 
 
 def prepare():
@@ -138,7 +140,7 @@ def prepare():
     os.chdir(ROOT)
     os.makedirs("runs", exist_ok=True)
     for name in lessons():
-        for end in "", "-alone", "-split", "-naive", "-before":
+        for end in "", "-alone", "-split", "-naive", "-other", "-before":
             for kind in "json", "pt", "log":
                 Path(f"runs/{name}{end}.{kind}").unlink(missing_ok=True)
     shutil.rmtree("runs/begun", ignore_errors=True)
