@@ -41,10 +41,10 @@ LAZY = [
     for param, part in zip(self.params, flat.split([param.numel() for param in self.params])):
         param.grad = part.view_as(param)
     self.missing = len(self.params)""", "hides each all-reduce"),
-    ("uneven", " / n_tokens", " / targets.count_nonzero().clamp(min=1)", "losses"),
-    ("uneven", " / n_tokens", " / n_tokens * world_size", ", 2.0000"),
-    ("uneven-agree", "dist.all_reduce(n_tokens)", "n_tokens *= dist.get_world_size()", "losses"),
-    ("uneven-agree", ", op=dist.ReduceOp.MAX", "", "matrix products are few"),
+    ("uneven", "/ n_tokens", "/ targets.ne(PADDING).sum()", "losses"),
+    ("uneven", "/ n_tokens", "/ n_tokens * dist.get_world_size()", ", 2.0000"),
+    ("uneven-packed", "document[:, :, None] == document[:, None, :]", "document[:, :, None] >= 0", "--pack"),
+    ("uneven-packed", "is_end.cumsum(1) - is_end", "is_end.cumsum(1)", "--pack"),
     ("zero1", "async_op=True)", "async_op=True); self.reducing.wait()", "hides each reduce-scatter"),
     ("zero1", "", """
     self.received = self.flatten([param.grad for param in self.params])
@@ -252,16 +252,19 @@ HONEST = [  # the same, but nothing is said
     self.work.wait()
     self.work = self.flat = None
     self.missing = len(self.params)"""),
-    ("uneven", "", "microloss = sum_of_losses(model(inputs, positions), targets).div(n_tokens)"),
-    ("uneven-agree", "", """
-    own = sum(targets.count_nonzero().item() for _, targets, _ in batches)
-    n_tokens = torch.tensor(own, device=device)
-    most = torch.tensor(len(batches), device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    dist.all_reduce(n_tokens)
-    empty = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    batches.extend((empty, empty, empty) for _ in range(int(most) - len(batches)))
-    return n_tokens, int(most)"""),
+    ("uneven", "", """
+    counts = targets != PADDING
+    logits = logits.to(wide(logits.dtype))
+    losses = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    return (losses * counts).sum().div(n_tokens)"""),
+    ("uneven-packed", "", """
+    document = F.pad((tokens == NEWLINE).cumsum(1)[:, :-1], (1, 0))
+    same = document.unsqueeze(1) == document.unsqueeze(2)
+    is_visible = same & torch.ones_like(same).tril()
+    self.places = is_visible.long().sum(-1) - 1
+    for block in self.blocks:
+        block.is_visible = is_visible.unsqueeze(1)
+    return super().forward(tokens)"""),
     ("diloco", "", """
     moved = [outer - param for outer, param in zip(self.outer, self.inner.masters)]
     flat = torch.cat([each.flatten() for each in moved])
