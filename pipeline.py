@@ -317,7 +317,7 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
     return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 

@@ -9,13 +9,13 @@ Idea
 
     Gradients travel while backward goes on, new weights during the next forward.
 
-Timeline (two blocks; the root, 0, is what is outside of them; the gathers are of the last step's weights)
+Timeline (two blocks; 0 is the root: all outside of blocks; gathers bring the previous step's weights)
     compute |             | forward 1 | forward 2 | backward 2 | backward 1       |                     | step
     network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 |
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
-    parameters    wP+cP/N                  w = 4 in fp32, 2 in bf16; c = 4 in bf16, shards in fp32, else 0
-    gradients     w(P+E+U)                 all, a unit's once more as sent, and the tied head's
+    parameters    wP+cP/N                  w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 shards; else 0
+    gradients     w(P+E+U)                 all, a unit's once more as sent, and the tied head's (see GPT.head)
     gradients     mP/N+w(E+U+max(E,U))     with --accum 1: as in zero2.py (m = 4)
     gradients     w(P+max(E,U))            with --naive
     optimizer     2mP/N                    AdamW's two moments
@@ -64,7 +64,7 @@ class Unit:
         for param, part in zip(params, self.flat[: sum(self.sizes)].split(self.sizes)):
             param.data = part.view(param.shape)
         self.own = self.flat.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's 1/N, also a view
-        self.shard = nn.Parameter(self.own.to(wide(self.dtype)))  # for the optimizer: own, or a copy
+        self.shard = nn.Parameter(self.own.to(wide(self.dtype)))  # for AdamW: own, or in bf16 an fp32 copy
         self.gathering = self.reducing = None  # what is on its way
 
     def flatten(self, tensors):
@@ -147,7 +147,7 @@ class ZeRO1(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's have travelled meanwhile; only one unit's copy is to be held at a time.
+            # The previous unit's gradients have travelled meanwhile; this frees them before more are copied.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
 
@@ -335,7 +335,7 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
     return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 

@@ -12,11 +12,11 @@ Timeline (three blocks; the last two stay, as backward begins with them; so does
     network | gather 0, 1 | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | ...
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks; f = --prefetch)
-    parameters    mP/N+w(E+(1+f)U)         the shards (m = 4), and what is gathered (w = 4 in fp32, 2 in bf16)
-    gradients     mP/N+w(E+U+max(E,U))     the shards', a unit's as made and as sent, and the tied head's
+    parameters    mP/N+w(E+(1+f)U)         the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
+    gradients     mP/N+w(E+U+max(E,U))     the shards' (m = 4), a unit's as made and as sent, the tied head's
     optimizer     2mP/N                    AdamW's two moments
 
-Sent (bytes, by each rank in each step of k microbatches)
+Sent (bytes, by each rank in each step of k = --accum microbatches)
     reduce-scatter    kwP(N-1)/N
     all-gather        kw(2P-E-(1+f)U)(N-1)/N    the root and the last 1+f blocks stay
 
@@ -135,10 +135,10 @@ class ZeRO3(nn.Module):
             unit.free()
         self.direction = 1
         self.gather(self.root)
-        # Autograd saves weights for backward. While it holds them, free() would free nothing. So in place of
-        # a weight, note() lets it hold a note: the unit, and the place in it. When backward needs the weight,
-        # restore() gets the note, gathers the unit again, and returns the weight. (FSDP itself lets autograd
-        # hold the weight, but resizes its memory to 0 and back.)
+        # Autograd saves weights for backward. While it holds them, free() would free nothing. So note() lets it
+        # hold a note in place of a weight: the unit, and the place in it. When backward needs the weight,
+        # restore() gathers the unit again, and returns it. (FSDP itself lets autograd hold the weight, but
+        # resizes its memory to 0 and back.)
         with torch.autograd.graph.saved_tensors_hooks(self.note, self.restore):
             output = self.module(*inputs)
         self.direction = -1
@@ -182,7 +182,7 @@ class ZeRO3(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's have travelled meanwhile; only one unit's copy is to be held at a time.
+            # The previous unit's gradients have travelled meanwhile; this frees them before more are copied.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
             unit.free()
@@ -363,7 +363,7 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
     return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 

@@ -12,11 +12,11 @@ Timeline (three blocks, the last microbatch; the root, 0, waits for all)
     between |           |           |           |            |                            | all-reduce 3
 
 Memory (bytes on each of N ranks, F in a node; P parameters, U in a block, E outside of all blocks)
-    parameters    mP/F+w(E+2U)             the shards (m = 4), and what is gathered (w = 4 in fp32, 2 in bf16)
-    gradients     mP/F+w(E+U+max(E,U))     the shards', a unit's as made and as sent, and the tied head's
+    parameters    mP/F+w(E+2U)             the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
+    gradients     mP/F+w(E+U+max(E,U))     the shards' (m = 4), a unit's as made and as sent, the tied head's
     optimizer     2mP/F                    AdamW's two moments
 
-Sent (bytes, by each rank in each step of k microbatches)
+Sent (bytes, by each rank in each step of k = --accum microbatches)
     reduce-scatter    kwP(F-1)/F                inside the node
     all-gather        kw(2P-E-2U)(F-1)/F        inside the node
     all-reduce        2m(P/F)(N-F)/N            between nodes, once in a step
@@ -189,7 +189,7 @@ class HSDP(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's have travelled meanwhile; only one unit's copy is to be held at a time.
+            # The previous unit's gradients have travelled meanwhile; this frees them before more are copied.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
             unit.free()
@@ -384,7 +384,7 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def squared_norm(grads):  # of all as one vector; squares, as ranks can add theirs up; bf16 would round them
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
     return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
