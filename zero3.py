@@ -135,10 +135,9 @@ class ZeRO3(nn.Module):
             unit.free()
         self.direction = 1
         self.gather(self.root)
-        # Autograd saves weights for backward. While it holds them, free() would free nothing. So note() lets it
-        # hold a note in place of a weight: the unit, and the place in it. When backward needs the weight,
-        # restore() gathers the unit again, and returns it. (FSDP itself lets autograd hold the weight, but
-        # resizes its memory to 0 and back.)
+        # Autograd saves weights for backward. While it holds them, free() would free nothing. So note() lets
+        # it hold a note in place of a weight: the unit, and the place in it. When backward needs the weight,
+        # restore() gathers the unit again. (FSDP itself lets it hold the weight, but resizes that's memory.)
         with torch.autograd.graph.saved_tensors_hooks(self.note, self.restore):
             output = self.module(*inputs)
         self.direction = -1
