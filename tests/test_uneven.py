@@ -82,7 +82,7 @@ MUTANTS = [
     ("        dist.all_reduce(total_loss)", "        pass", check_parity, "losses differ"),
     (" - is_end.long()\n", "\n", check_ends, "another end"),
     (".tril()", "", check_packed, "a document sees another"),
-    ("is_end.cumsum(1) - is_end  #", "is_end.cumsum(1)  #", check_packed, "a document sees another"),
+    ("document = is_end.cumsum(1) - is_end", "document = is_end.cumsum(1)", check_packed, "a document sees another"),
     ("self.positions(self.places)", "self.positions.weight[: tokens.shape[1]]", check_packed, "sees another"),
     ("q, k, v, self.is_visible", "q, k, v, is_causal=True", check_packed, "a document sees another"),
     ("detach().to(wide(param.dtype))", "detach()", check_masters, "moved by"),
