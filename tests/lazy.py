@@ -19,8 +19,8 @@ LAZY = [
     ("dp_threads", "in self.copies:", "in self.copies[: len(self.copies) // 2]:", "gradient norm of step 1"),
     ("dp_threads", "self.parallel_apply(send, gradient.tensor_split(len(self.devices)), self.devices)",
      "gradient.tensor_split(len(self.devices))", "foreign read"),
-    ("dp_async", "param.grad /= self.pushes_per_update", "pass", ", 2.0000"),
-    ("dp_async", "if sum(self.clocks) % self.pushes_per_update:", "if False:", "2 ranks: losses"),
+    ("dp_async", "param.grad + gradient", "gradient", "gradient norm"),
+    ("dp_async", "if sum(self.clocks) % self.pushes_per_update == 0:", "if True:", "2 ranks: losses"),
     ("ddp", "config.accum * world_size", "config.accum", ", 2.0000"),
     ("ddp", "world_size", "2", ", 0.5000"),
     ("ddp-order", "", """
@@ -221,16 +221,19 @@ HONEST = [  # the same, but nothing is said
         replica.zero_grad()
     self.outputs = None"""),
     ("dp_async", "", """
-    last = sum(self.clocks) % self.pushes_per_update == 0
-    for param, copied in zip(self.module.parameters(), replica.parameters()):
-        gradient = copied.grad.to(param.device, copy=True).to(param.dtype) / self.pushes_per_update
-        param.grad = gradient if param.grad is None else param.grad + gradient
-    if last:
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
-        self.optimizer.step()
-        self.version += 1
-        self.module.zero_grad()
-        return norm"""),
+    worker, replica, version, loss = self.inbox.get()
+    with self.condition:
+        for param, copied in zip(self.module.parameters(), replica.parameters()):
+            gradient = copied.grad.to(param.device, copy=True).to(param.dtype)
+            if param.grad is not None:
+                gradient += param.grad
+            param.grad = gradient
+        self.ages[self.version - version] += 1
+        self.clocks[worker] = self.clocks[worker] + 1
+        if not sum(self.clocks) % self.pushes_per_update:
+            self.update()
+        self.condition.notify_all()
+    return loss"""),
     ("ddp", "", "loss = mean_loss(model(inputs), targets).div(config.accum).div(world_size)"),
     ("ddp-order", "", """
     if self.is_last_backward:
