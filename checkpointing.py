@@ -1,31 +1,30 @@
 """Activation checkpointing: forward drops what backward will need, and backward computes it again.
 
 Idea
-    Forward saves activations for backward. They often take more memory than the weights. But for a function
+    Forward saves activations for backward. They often take more memory than the weights. But of a function
     called through checkpoint() only the arguments are kept; when backward needs the rest, the function runs
     again.
 
-    Full (naive is the same, in fewer lines): each block is a checkpoint. Backward takes twice as long as
-    forward, so one more forward makes a step up to a third longer. (arXiv 1604.06174)
-    Selective: most of that time goes into linear layers, and their backward needs only their inputs. So a
-    checkpoint is something cheap (a norm, attention, GELU) and the linear layer after it: its input is then
-    recomputed, too, and not saved. What runs again ends before the linear layer computes. (after arXiv
-    2205.05198, section 5)
+    naive, full: each block is a checkpoint. Backward takes twice as long as forward, so one more forward
+    makes a step a third longer. (arXiv 1604.06174) In full it ends before the last linear layer: 2/9.
+    selective: linear layers take most of that time, but their backward needs only their inputs. So a
+    checkpoint is something cheap (a norm, attention, GELU) and the linear layer that gets its output. This
+    is recomputed, not saved, and the linear layer does not run again. (after arXiv 2205.05198, section 5)
 
 Timeline (full, the last two of 4 blocks)
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
 Memory (bytes on each of N ranks; P parameters, L blocks, a heads, h width, v vocabulary, b sequences of s)
     parameters     (w+c)P    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients      (m+w)P    m = 4: bf16 ones become fp32 in the update; w: the copy that is sent
+    gradients      (m+w)P    m = 4; w: a copy, which is sent (in bf16 it becomes fp32 after that)
     optimizer      2mP       AdamW's two moments
     activations    bs(L(16wh+m(4+a))+2wh+m(2+v))    with --policy none
     activations    bs(9Lwh+2wh+m(2+v))              with --policy selective; in backward 4wbsh more
     activations    bs(Lwh+2wh+m(2+v))               with --policy full; in backward 15wbsh more
-    Activations are what is saved from forward to backward. For each token a block saves 16 vectors of width
-    h: norms' inputs and outputs 4; q, k, v 3; attention's output 1; GELU's input and output 8. It also saves
-    4 statistics of norms, and 1 of attention per head. Selective: norms' inputs 2; q, k, v 3; GELU's input 4.
-    The last norm saves 2 vectors and 2 statistics, the loss v numbers (while it is computed, some more).
+    Activations are what is saved when backward begins. For each token a block saves 16 vectors of width h:
+    norms' inputs and outputs 4; q, k, v 3; attention's output 1; GELU's input and output, of 4h, 8. It also
+    saves 4 statistics of norms, and 1 of attention per head. Selective: norms' inputs 2; q, k, v 3; GELU's
+    input 4. The last norm saves 2 vectors and 2 statistics, the loss v numbers.
 
 Sent (bytes, by each rank in each step)
     all-reduce     2wP(N-1)/N
@@ -35,8 +34,8 @@ Run
     torchrun --nproc_per_node=8 checkpointing.py --size gpt2-xl --dtype bf16 --batch 64
 
 Left out
-    Functions that compute something else the second time, for example because autocast is no longer active.
-    Keeping 1/N of the arguments on each rank, or all on the host (more/zero_r.py).
+    Functions that compute something else the second time, for example because autocast is no longer active,
+    or a weight was changed in place. Arguments kept in parts or on the host (more/zero_r.py).
 """
 
 import argparse
@@ -44,12 +43,11 @@ import os
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
+import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
@@ -64,29 +62,30 @@ class NaiveCheckpoint(torch.autograd.Function):
     def forward(ctx, block, x):
         ctx.block = block
         ctx.save_for_backward(x)
-        return Block.forward(block, x)  # here autograd saves nothing
+        return Block.forward(block, x)  # not block(x), which is a checkpoint; here autograd saves nothing
 
     @staticmethod
     def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()  # a leaf: the backward in here ends with it
+        x = ctx.saved_tensors[0].detach().requires_grad_()  # a leaf: the backward below ends with it
         with torch.enable_grad():
             output = Block.forward(ctx.block, x)
         output.backward(gradient)  # and the block's parameters get their gradients
         return None, x.grad
 
 
-# What it costs: the whole block runs again, although backward does not need the output of its last linear
-# layer, a third of the work. Dropout would draw different masks. And for autograd this is a function of x
-# alone: if x needs no gradient, the parameters get none, and torch.autograd.grad() never finds theirs.
+# But the whole block runs again, although backward does not need the output of its last linear layer, a third
+# of the work. Dropout would draw other masks the second time. And for autograd this is a function of x alone:
+# if x needs no gradient, the parameters get none, and torch.autograd.grad() never finds theirs.
 
 
 def checkpoint(function, *args):
-    """Returns function(*args). Autograd records it, but saves an index in place of each tensor."""
+    """Returns function(*args). Autograd records it, but saves a number in place of each tensor."""
     if not torch.is_grad_enabled():
         return function(*args)
-    versions = {arg: arg._version for arg in args if isinstance(arg, torch.Tensor)}
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    versions = [tensor._version for tensor in tensors]  # each change in place adds 1
     random_states = get_random_states()
-    recomputed = []  # a slot for each tensor, filled when backward needs one of them
+    recomputed = []  # the tensors; None while they are not needed yet, or not any more
 
     def pack(tensor):  # called in forward with what autograd would save; what it returns is saved
         recomputed.append(None)
@@ -94,7 +93,8 @@ def checkpoint(function, *args):
 
     def unpack(index):  # called in backward with what has been saved
         if recomputed[index] is None:
-            assert all(arg._version == versions[arg] for arg in versions), "an argument was changed in place"
+            now = [tensor._version for tensor in tensors]
+            assert versions == now, "an argument was changed in place"
             recomputed[:] = recompute(function, args, random_states, len(recomputed))
         tensor, recomputed[index] = recomputed[index], None  # so that it is freed after use
         return tensor
@@ -107,15 +107,15 @@ def recompute(function, args, random_states, n):
     """Runs the function until autograd has saved n tensors, in the same order as before. Returns these."""
     saved = []
 
-    def pack(tensor):
-        saved.append(tensor.detach())
+    def keep(tensor):
+        saved.append(tensor.detach())  # without the graph of this run
         if len(saved) == n:
-            raise AllSaved  # an operator saves its inputs before it runs: the last linear layer does not
-        return saved[-1]
+            raise AllSaved  # a linear layer saves its inputs before it runs: the last one never does
+        return tensor.detach()
 
     states_now = get_random_states()
     set_random_states(random_states)
-    with suppress(AllSaved), torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with suppress(AllSaved), torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
         function(*args)
     set_random_states(states_now)
     return saved
@@ -135,8 +135,12 @@ def set_random_states(states):
         torch.cuda.set_rng_state(states[1])
 
 
+def full(block, x):
+    return checkpoint(Block.forward, block, x)
+
+
 def selective(block, x):
-    """Block.forward(), cut after each linear layer. The sums save nothing."""
+    """Block.forward(), cut after each linear layer. Adding to x saves nothing."""
     qkv = checkpoint(lambda x: block.qkv(block.norm1(x)), x)
     x = x + checkpoint(lambda qkv: block.proj(block.attention(qkv)), qkv)
     up = checkpoint(lambda x: block.up(block.norm2(x)), x)
@@ -146,13 +150,12 @@ def selective(block, x):
 def all_reduce(grads):  # in one message
     flat = nn.utils.parameters_to_vector(grads)
     dist.all_reduce(flat)
-    nn.utils.vector_to_parameters(flat, grads)
+    nn.utils.vector_to_parameters(flat, grads)  # they become views of flat
 
 
 def train(config):
     device = join_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    full = partial(checkpoint, Block.forward)
     forwards = {"full": full, "selective": selective, "naive": NaiveCheckpoint.apply, "none": Block.forward}
 
     class CheckpointedBlock(Block):
@@ -181,11 +184,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of the weights, as bf16 would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # In fp32, to() copies nothing: these are the weights themselves.
+        # Of fp32 weights to() makes no copies: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -217,7 +220,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -252,17 +255,17 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share a GPU: to NCCL each is to seem a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share one, if each seems a machine
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any ranks together have the same batch."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
-        sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
+        sys.exit(f"--batch {config.batch}: must be a multiple of all microbatches, {replicas * config.accum}")
     text = np.memmap(config.data, np.uint8, "r")
     random = np.random.default_rng((config.seed, step))
     starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]

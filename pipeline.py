@@ -2,16 +2,15 @@
 
 Idea
     The layers are split into stages, one for each rank. In forward a rank sends its output to the next rank,
-    in backward the gradient of its input to the previous rank. While one rank works, all others wait. So the
-    batch is cut into k microbatches (--accum), and ranks work on different ones at the same time.
+    in backward the gradient of its input to the previous rank. With one microbatch, only one rank works at a
+    time. So the batch is cut into k microbatches (--accum), and ranks work on different ones.
 
     A schedule is the order of a rank's forwards and backwards. From its forward to its backward a microbatch
     is in flight: its activations are kept. The bubble is the part of a step in which a rank is idle.
-    On rank i of N    in flight     bubble, if stages take equally long and messages no time
-             naive    1             (N-1)/N          one microbatch after the other
-             gpipe    k             (N-1)/(N-1+k)    all forwards, then all backwards (arXiv 1811.06965)
-             1f1b     min(k,N-i)    (N-1)/(N-1+k)    some forwards, then one backward, one forward, ...
-                                                     (arXiv 2006.09503)
+    Schedule    in flight on rank i of N    bubble, if stages take equally long and messages no time
+       naive    1                           (N-1)/N          one microbatch after the other
+       gpipe    k                           (N-1)/(N-1+k)    all F, then all B (arXiv 1811.06965)
+       1f1b     min(k,N-i)                  (N-1)/(N-1+k)    N-i F, then B and F in turn (arXiv 2006.09503)
 
 Timeline (1f1b, N = 4, k = 6; F3 is the forward of microbatch 3, B3 its backward)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
@@ -20,8 +19,7 @@ Timeline (1f1b, N = 4, k = 6; F3 is the forward of microbatch 3, B3 its backward
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
     The bubble: rank 3 waits N-1 = 3 turns for F0, works for 2k = 12, and 3 turns later B5 is back on rank 0.
     So the step has 18 turns, and each rank, which works in 12, is idle in 2(N-1) = 6: 6/18 = 3/(3+6).
-    In flight: a microbatch is back on rank 0 after 2N = 8 turns, such as F4 to B4, both counted. Every 2
-    turns one begins. So 8/2 = 4 are in flight.
+    It is the same share if B takes longer than F. In flight: rank 0 starts N, then one for each that is back.
 
 Memory (bytes on a rank; R parameters in its stage; activations: of the microbatches in flight)
     parameters    (w+c)R    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
@@ -33,12 +31,12 @@ Sent (bytes, by a rank in each step; microbatches of b sequences of s tokens, wi
     all-reduce    min(1,N-1)wvh      between those two: gradients of the embedding, which is also the head
 
 Run
-    torchrun --nproc_per_node=2 pipeline.py --accum 8    # with --accum 1 all schedules are naive
+    torchrun --nproc_per_node=2 pipeline.py --accum 8    # the default, 1, makes all naive
     torchrun --nproc_per_node=8 pipeline.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Receiving a message before it is needed: here a rank waits while it travels. Microbatches with different
-    numbers of tokens: here each counts the same (more/uneven.py).
+    Receiving a message before it is needed: here the receiver waits while it travels. Microbatches with
+    different numbers of tokens: here each counts the same.
 """
 
 import argparse
@@ -49,7 +47,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
+import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -57,7 +55,7 @@ FLAGS = {"schedule": ("1f1b", "gpipe", "naive")}
 
 
 def naive(stage, batch, message):
-    """One microbatch after the other. message: an example of those that ranks send (shape, dtype, device)."""
+    """One microbatch after the other. message: an empty tensor like those that ranks send."""
     for inputs, targets in batch:
         x = inputs if stage.is_first else receive(message, stage.previous).requires_grad_()  # for x.grad
         output = stage(x, targets)
@@ -99,7 +97,7 @@ def pipelined(stage, batch, message, ops, groups):
             output.backward(None if stage.is_last else receive(message, stage.next, groups["B"]))
             if not stage.is_first:
                 sends.append(dist.isend(x.grad, stage.previous, groups["B"]))
-        if len(sends) > 2:  # wait() frees what was sent; with 0 in place of 2, ranks would deadlock
+        if len(sends) > 1:  # wait() frees what was sent; with 0 in place of 1, neighbours wait for each other
             sends.pop(0).wait()
     for send in sends:
         send.wait()
@@ -140,7 +138,8 @@ def train(config):
     optimizer = MasterWeights(stage.parameters(), config.lr)
     message = next(stage.parameters()).new_empty(config.batch // config.accum, config.context, config.width)
     # With NCCL a send ends when it is received, and the messages of a group keep their order. With one group,
-    # rank 0 queues send F4, receive B1; rank 1 queues send B1, receive F4. Each send waits for the other one.
+    # in the timeline above, rank 0 would queue send F4, receive B1, and rank 1 send B1, receive F4: each send
+    # would wait for the other.
     groups = {"F": dist.new_group(), "B": dist.new_group()}
     tied_group = dist.new_group(sorted({0, world_size - 1}))
     for step in range(1, config.steps + 1):
@@ -152,9 +151,9 @@ def train(config):
         else:
             pipelined(stage, batch, message, order(config.schedule, rank, world_size, config.accum), groups)
         dist.all_reduce(stage.total_loss)
-        if stage.is_first or stage.is_last:  # each has computed a part: as the embedding, as the head
+        if stage.is_first or stage.is_last:  # both hold this weight: sum its gradients
             dist.all_reduce(stage.model.tokens.weight.grad, group=tied_group)
-        named = stage.model.named_parameters()  # in the norm, tokens.weight counts on rank 0 alone
+        named = stage.model.named_parameters()  # tokens.weight counts in the norm once
         squares = squared_norm([param.grad for name, param in named if rank == 0 or name != "tokens.weight"])
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -169,11 +168,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of the weights, as bf16 would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # In fp32, to() copies nothing: these are the weights themselves.
+        # Of fp32 weights to() makes no copies: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -205,7 +204,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -240,17 +239,17 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share a GPU: to NCCL each is to seem a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share one, if each seems a machine
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any ranks together have the same batch."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
-        sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
+        sys.exit(f"--batch {config.batch}: must be a multiple of all microbatches, {replicas * config.accum}")
     text = np.memmap(config.data, np.uint8, "r")
     random = np.random.default_rng((config.seed, step))
     starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]

@@ -9,10 +9,10 @@ Idea
        the other; their gradients add up (--accum).
     2. Now and then a batch has a huge gradient. If the norm of the whole gradient is above --clip, the
        gradient is scaled down to norm --clip.
-    3. On a GPU a step in bf16 is faster, and weights, gradients and activations take half the memory. But
-       after 1 the next bf16 number is 1.0078, so a weight of 1 would not move under updates of 0.001, however
-       many there are. So the optimizer updates copies of the weights in fp32, the master weights, and the
-       model gets these rounded to bf16. (Mixed Precision Training, arXiv 1710.03740, section 3.1)
+    3. On a GPU a step in bf16 is faster, and activations take half the memory. But after 1 the next bf16
+       number is 1.0078, so a weight of 1 would not move, however many updates of 0.001 it gets. So the
+       optimizer updates copies of the weights in fp32, the master weights, and the model gets these rounded
+       to bf16. (Mixed Precision Training, arXiv 1710.03740, section 3.1)
 
 Timeline
     | microbatch 1       | microbatch 2       | ... |      |        |
@@ -20,9 +20,9 @@ Timeline
 
 Memory (bytes; P parameters)
     parameters    (w+c)P    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     mP        m = 4: bf16 ones become fp32 in the update, one by one
+    gradients     mP        m = 4, in fp32 and in bf16: there the update makes fp32 copies of them
     optimizer     2mP       AdamW's two moments
-    What forward keeps for backward comes on top, until then. It grows with the microbatch, not the batch.
+    Activations come on top, from forward to backward. They grow with the microbatch, not the batch.
 
 Sent
     Nothing: there is one rank.
@@ -44,15 +44,15 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
+import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
-FLAGS = {}  # a lesson's own: none
+FLAGS = {}  # those of this lesson alone: none
 
 
 def train(config):
-    device = join_world()  # as in every lesson; here the world is one process
+    device = join_world()  # as in every lesson, so that print_step() is the same; here there is one rank
     if dist.get_world_size() > 1:
         sys.exit("single.py has one rank: start it with python, or start ddp.py")
     model = GPT(config).to(device)
@@ -66,6 +66,7 @@ def train(config):
             loss = mean_loss(model(inputs), targets) / config.accum
             loss.backward()  # adds to the gradients of earlier microbatches
             total_loss += loss.detach()
+        # In other lessons each rank has some of the squares, so this is apart from clipping.
         norm = squared_norm([param.grad for param in params]).sqrt()
         nn.utils.clip_grads_with_norm_(params, config.clip, norm)
         optimizer.step()  # which sets the gradients to None, too
@@ -75,11 +76,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of the weights, as bf16 would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # In fp32, to() copies nothing: these are the weights themselves.
+        # Of fp32 weights to() makes no copies: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -111,7 +112,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -146,17 +147,17 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share a GPU: to NCCL each is to seem a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share one, if each seems a machine
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any ranks together have the same batch."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
-        sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
+        sys.exit(f"--batch {config.batch}: must be a multiple of all microbatches, {replicas * config.accum}")
     text = np.memmap(config.data, np.uint8, "r")
     random = np.random.default_rng((config.seed, step))
     starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]

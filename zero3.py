@@ -38,7 +38,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch.optim would import it later, and then the process may abort at its end
+import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -250,7 +250,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file; each of its bytes is a token")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -285,17 +285,17 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # ranks share a GPU: to NCCL each is to seem a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share one, if each seems a machine
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's --accum pairs (inputs, targets), each (b, s). Any number of ranks has the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any ranks together have the same batch."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
-        sys.exit(f"--batch {config.batch}: must be a multiple of ranks x --accum, {replicas * config.accum}")
+        sys.exit(f"--batch {config.batch}: must be a multiple of all microbatches, {replicas * config.accum}")
     text = np.memmap(config.data, np.uint8, "r")
     random = np.random.default_rng((config.seed, step))
     starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]

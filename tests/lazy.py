@@ -127,7 +127,7 @@ LAZY = [
     ("expert_zero", "dist.get_world_size()", "self.n_shards", "losses"),
     ("expert_zero", "1 / dist.get_world_size()", "1", "the gradient norm of step 1 is"),
     ("checkpointing", "raise AllSaved", "pass", "computed twice"),
-    ("checkpointing", "return saved[-1]", "return tensor", "bytes held"),
+    ("checkpointing", "return tensor.detach()", "return tensor", "bytes held"),
     ("zero_r", "F.pad(own, (0, size - len(own)))",
      "own if len(own) == size else F.pad(own, (0, size - len(own)))", "bytes held, a"),
     ("zero_r", "async_op=True)", "async_op=True); work.wait()", "hides each all-gather"),
@@ -225,9 +225,7 @@ HONEST = [  # the same, but nothing is said
     with self.condition:
         for param, copied in zip(self.module.parameters(), replica.parameters()):
             gradient = copied.grad.to(param.device, copy=True).to(param.dtype)
-            if param.grad is not None:
-                gradient += param.grad
-            param.grad = gradient
+            param.grad = gradient if param.grad is None else gradient + param.grad
         self.ages[self.version - version] += 1
         self.clocks[worker] = self.clocks[worker] + 1
         if not sum(self.clocks) % self.pushes_per_update:
