@@ -1,39 +1,40 @@
 """Tensor parallelism: the large weight matrices are split across the ranks, which all have the same batch.
 
 Idea
-    An MLP computes gelu(xA)B (A: up, B: down). Rank i has 1/N of A's columns and the same 1/N of B's rows,
-    and computes gelu(xA_i)B_i. The sum of these is the MLP's output. For example, x = (1, 2) on two ranks:
+    An MLP computes gelu(xA)B (A: up, B: down). Rank i has 1/N of A's columns and those rows of B that have
+    the same numbers, and computes gelu(xA_i)B_i. The sum over ranks is the MLP's output. For example, x =
+    (1, 2) on two ranks:
         rank 0 has A's column (3, 1) and B's row (1, 0): gelu(1*3 + 2*1) =  5.0,  5 (1, 0) = ( 5,  0)
         rank 1 has A's column (0, 5) and B's row (2, 1): gelu(1*0 + 2*5) = 10.0, 10 (2, 1) = (20, 10)
         an all-reduce gives both of them the sum, the MLP's output:                          (25, 10)
-    If A were split by rows, each rank would have a partial sum of xA, to be added up before gelu. Backward
-    needs an all-reduce, too: every rank used x, so its gradient is the sum of the ranks' gradients. Attention
-    is split by heads in the same way (A: qkv, B: proj), embedding and logits by vocabulary. Norms, positions
-    and the biases of proj and down are replicated: all ranks have the same gradients, and nothing is sent.
-    (Megatron-LM, arXiv 1909.08053)
+    Why columns? Split by rows, each rank would have a partial sum of xA, to be added up before gelu. Backward
+    needs an all-reduce, too: every rank used x, so x's gradient is the sum of the ranks'. Attention is split
+    by heads in the same way (A: qkv, B: proj), embedding and logits by vocabulary. Norms, positions and the
+    biases of proj and down are replicated: all ranks have the same gradients of them. (Megatron-LM, arXiv
+    1909.08053)
 
-Timeline (backward of an MLP; in forward, the next layer needs the sum at once)
+Timeline (backward of an MLP; in forward nothing overlaps, as the next layer waits for the sum)
     compute | down, gelu, up: gradient of x | up: gradient of weight    | norm, proj, ...
     network |                               | all-reduce: gradient of x |
 
-Memory (bytes on each of N ranks; P parameters, r = (6L+2+s)h of them replicated)
+Memory (bytes on each of N ranks; P parameters, of which r = (6L+2+s)h are replicated)
     parameters     (w+c)((P-r)/N+r)    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients      m((P-r)/N+r)        m = 4: bf16 ones become fp32 in the update
+    gradients      m((P-r)/N+r)        m = 4, also of what is fp32 in bf16
     optimizer      2m((P-r)/N+r)       AdamW's two moments
     activations    bs((4L+2)(wh+m)+2m+(12Lwh+m(aL+v))/N)
     L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch. Whole: norms' inputs and
     outputs, their statistics, the loss's sums. Split: qkv, attended, up, gelu (12h), softmax's sums, logits.
 
 Sent (bytes, by each rank in each step of k microbatches)
-    all-reduce     2kbs((4L+2)wh+3m)(N-1)/N    4 a block, embedding and head 1 each, the loss 3 numbers
+    all-reduce     2kbs((4L+2)wh+3m)(N-1)/N    4 a block, embedding and head 1 each; the loss 3 per token
 
 Run
     torchrun --nproc_per_node=2 tensor_parallel.py    # add --naive: nothing is computed during all-reduces
-    torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 40 --dtype bf16    # 8 divides 40
+    torchrun --nproc_per_node=8 tensor_parallel.py --size gpt2-xl --heads 40 --dtype bf16    # not 25 heads
 
 Left out
-    Ignored targets, such as -100; replicas of the whole group of ranks (more/parallel_3d.py); creating only
-    a rank's part of the weights: here each rank first creates the whole model, in the host's memory.
+    Ignored targets, such as -100; replicas of the whole group of ranks (more/parallel_3d.py). Each rank first
+    creates the whole model, in the host's memory.
 """
 
 import argparse
@@ -51,20 +52,21 @@ import torch.nn.functional as F
 FLAGS = {"naive": False}
 
 
-def add_up(x):  # x becomes the sum of all ranks' x. In backward each x has the sum's gradient, which all have
+def add_up(x):
+    """x becomes the sum of all ranks' x. In backward its gradient is the sum's, which all ranks have."""
     dist.all_reduce(x.detach())  # the same memory, but hidden from autograd
     return x
 
 
 def naive_column_parallel(x, weight):  # weight (out/N, in): x (b, s, in) -> (b, s, out/N)
-    x = x.view_as(x)  # so that the hook gets the gradient of this use of x alone
+    x = x.view_as(x)  # if x is used elsewhere, too, the hook is to get the gradient of this use alone
     if x.requires_grad:  # not under no_grad()
         x.register_hook(add_up)  # in backward: sums the ranks' gradients of x
     return F.linear(x, weight)
 
 
-# An MLP is add_up(F.linear(F.gelu(naive_column_parallel(x, up)), down)): all that is needed, if time does not
-# matter. But backward computes nothing while x's gradient travels. Below, it computes the weight's meanwhile.
+# An MLP is add_up(F.linear(F.gelu(naive_column_parallel(x, up)), down)), and down's bias after that. But in
+# backward nothing is computed while x's gradient travels. Below, the weight's gradient is computed meanwhile.
 class ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
@@ -86,13 +88,13 @@ def parallel_loss(logits, targets):  # logits (b, s, v/N): mean of log(sum(exp(l
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     logits = logits - largest[:, None]  # so that no exp() overflows; the loss is the same
-    column, is_here = own_index(targets.flatten(), logits.shape[1])
-    target = torch.where(is_here, logits[torch.arange(len(logits), device=logits.device), column], 0)
+    index, is_here = own_index(targets.flatten(), logits.shape[1])
+    target = torch.where(is_here, logits[torch.arange(len(logits), device=logits.device), index], 0)
     exp_sum, target = add_up(torch.stack([logits.exp().sum(-1), target]))
     return (exp_sum.log() - target).mean()
 
 
-def own_index(token, size):  # its index in this rank's part of the vocabulary (or 0); is it in this part?
+def own_index(token, size):  # (index in this rank's part of the vocabulary, or 0; whether it is there)
     index = token - size * dist.get_rank()
     is_here = (index >= 0) & (index < size)
     return torch.where(is_here, index, 0), is_here
@@ -105,7 +107,7 @@ def split_of(name):  # (the dimension that is split, the number of matrices stac
     return split.get(".".join(name.split(".")[-2:]))
 
 
-def own_part(whole, dim, stacked):  # 1/N of each stacked matrix, as a rank needs q, k and v of its heads
+def own_part(whole, dim, stacked):  # 1/N of q, of k and of v, if stacked: those of its heads
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return torch.cat([matrix.chunk(world_size, dim)[rank] for matrix in whole.chunk(stacked, dim)], dim)
 
@@ -119,6 +121,8 @@ def gather(part, dim, stacked):  # the inverse of own_part()
 def train(config):
     device = join_world()
     world_size = dist.get_world_size()
+    if config.vocab < 256:  # or a token might be in no rank's part, which nobody would notice
+        sys.exit(f"--vocab {config.vocab}: must be at least 256, as a byte is a token")
     if config.heads % world_size or config.vocab % world_size:
         sys.exit(f"{world_size} ranks: must divide --heads {config.heads} and --vocab {config.vocab}")
     model = ParallelGPT(config).to(device)  # see the end of this file

@@ -173,7 +173,7 @@ PROMISES = check_products, check_loss, check_parts, check_model, partial(check_m
 CHECKS = [partial(check, size=size) for check in PROMISES for size in (1, 2, 3, 4)]
 test_each_promise_is_kept = holds("tensor_parallel", *CHECKS, check_order)
 naive_model = partial(check_model, flags="--naive")
-FOUND = "logits[torch.arange(len(logits), device=logits.device), column]"
+FOUND = "logits[torch.arange(len(logits), device=logits.device), index]"
 MUTANTS = [
     ("dist.all_reduce(x.detach())", "pass", check_products, "naive: not the output"),
     ("    x = x.view_as(x)", "    pass", check_products, "naive: not the gradient of x"),
