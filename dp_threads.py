@@ -5,9 +5,9 @@ Idea
     and the weights (replicate). All devices run forward at the same time, each in a thread (parallel_apply).
     Device 0 collects the outputs (gather) and computes the loss. Then it sends each device the gradient of
     its outputs, all devices run backward at the same time, and device 0 adds up the gradients of the weights.
-    (torch.nn.DataParallel; PyTorch Distributed, arXiv 2006.15704, section 2.2)
-    So each microbatch takes five transfers, all to or from device 0, while the others wait. ddp.py has a
-    process for each device, and no device is special.
+    (As torch.nn.DataParallel does: PyTorch Distributed, arXiv 2006.15704, section 2.2)
+    So each microbatch takes five transfers, all to or from device 0, and meanwhile no device computes. ddp.py
+    has a process for each device, and no device is special.
 
 Timeline (a microbatch; -> is from device 0 to all others, <- back; d: gradients)
     device 0 |                    | forward |            | loss |              | backward |
@@ -21,9 +21,9 @@ Memory (bytes on device 0, and on each other device; P parameters)
     Device 0 also holds the outputs of all devices, their gradients, and the loss.
 
 Sent (bytes in each step, to and from device 0; k microbatches of b sequences on each of N devices)
-    send    k(N-1)(2wP+2wbsv+8bs)    without --naive, which on CPUs copies nothing
+    send    k(N-1)(2wP+2wbsv+8bs)    without --naive; that copies nothing on CPUs, as much on GPUs
     2wP: weights, their gradients; 2wbsv: outputs (s tokens, v logits each), their gradients; 8bs: inputs
-    Beside it, a rank of ddp.py sends less than 2wP, however large k is, and receives as much.
+    A rank of ddp.py sends and receives less than 2wP in a step, however large k is.
 
 Run
     python dp_threads.py --replicas 4    # and with --naive
@@ -54,15 +54,14 @@ def naive(module, devices, inputs):
     outputs = []
     for device, share in zip(devices, inputs.tensor_split(len(devices))):
         weights = {name: param.to(device) for name, param in module.named_parameters()}
-        output = torch.func.functional_call(module, weights, share.to(device))  # instead of its own
+        output = torch.func.functional_call(module, weights, share.to(device))  # with these weights
         outputs.append(output.to(devices[0]))
     return torch.cat(outputs)
 
 
 # Backward needs no code here: autograd takes the gradients back to the weights of device 0, and adds them up.
-# But devices take turns: each forward begins when the one before it has ended (on GPUs, when all its kernels
-# are launched). So below each has a thread, in which forward and backward run. Threads cannot put different
-# weights into one module at the same time, so each device has a module of its own, too, the replica.
+# But devices take turns: each forward begins when the one before it has ended. So below each device has its
+# own thread, and its own module, the replica, as threads cannot put different weights into one at a time.
 
 
 class DP:
@@ -74,25 +73,25 @@ class DP:
         self.replicas = [module]  # device 0 uses the module itself
         self.copies = []  # pairs: a weight of the module, its copy in a replica
         for thread, device in zip(self.threads[1:], devices[1:]):
-            replica = thread.submit(copy.deepcopy, module).result()
+            replica = thread.submit(copy.deepcopy, module).result()  # by the thread whose memory it is
             self.replicas.append(thread.submit(replica.to, device).result())
             self.copies.extend(zip(module.parameters(), replica.parameters()))
 
     def parallel_apply(self, function, *arguments):
-        """[function(a[i], b[i], ...) for each device i], at the same time, each in the device's thread."""
+        """Call function for each device, at the same time. arguments: lists, with an element for each."""
         futures = [thread.submit(function, *own) for thread, *own in zip(self.threads, *arguments)]
         return [future.result() for future in futures]
 
     def forward(self, inputs):
-        """Returns all outputs, gathered on device 0. There loss.backward() ends, and backward() goes on."""
+        """Returns all outputs, on device 0: a leaf, where loss.backward() ends, and backward() goes on."""
         shares = self.parallel_apply(send, inputs.tensor_split(len(self.devices)), self.devices)  # scatter
-        for param, copied in self.copies:  # replicate
+        for param, copied in self.copies:  # replicate (once a step would do, but so does DataParallel)
             copied.data.copy_(param.data)
         self.outputs = self.parallel_apply(lambda replica, share: replica(share), self.replicas, shares)
         return torch.cat([send(output, self.devices[0]) for output in self.outputs]).requires_grad_()
 
     def backward(self, gradient):
-        """The rest of the loss's backward, from the gradient of what forward() has returned."""
+        """The rest of the loss's backward, from the gradient of what forward() returned."""
         gradients = self.parallel_apply(send, gradient.tensor_split(len(self.devices)), self.devices)
         self.parallel_apply(torch.Tensor.backward, self.outputs, gradients)
         for param, copied in self.copies:
@@ -102,7 +101,7 @@ class DP:
 
 
 def send(tensor, device):
-    """A copy on the device. Without GPUs all devices are the CPU, but a copy is made anyway."""
+    """A copy on the device. Without GPUs all are the CPU: copied anyway, so that it costs what it would."""
     return tensor.detach().to(device, copy=True)
 
 
