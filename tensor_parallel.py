@@ -112,7 +112,7 @@ def own_part(whole, dim, stacked):  # 1/N of q, of k and of v, if stacked: those
     return torch.cat([matrix.chunk(world_size, dim)[rank] for matrix in whole.chunk(stacked, dim)], dim)
 
 
-def gather(part, dim, stacked):  # the inverse of own_part()
+def whole_of(part, dim, stacked):  # the inverse of own_part()
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part)
     return torch.cat([part.chunk(stacked, dim)[i] for i in range(stacked) for part in parts], dim)
@@ -144,7 +144,7 @@ def train(config):
         print_step(config, step, total_loss, norm, started)
     if config.save:
         weights = model.state_dict()
-        weights |= {name: gather(weights[name], *split_of(name)) for name in filter(split_of, weights)}
+        weights |= {name: whole_of(weights[name], *split_of(name)) for name in filter(split_of, weights)}
         if dist.get_rank() == 0:
             torch.save(weights, config.save)
 

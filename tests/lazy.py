@@ -81,9 +81,9 @@ LAZY = [
     ("diloco", "            average(outer.grad)\n", "", "losses"),
     ("diloco", "self.sgd.step()", "torch._foreach_sub_(self.outer, [each.grad for each in self.outer])",
      "losses"),
-    ("offload", "self.shard.grad.add_(self.host_grad, alpha=1 / self.n_shards)",
-     "self.shard.grad.copy_(self.host_grad / self.n_shards)", "3 microbatches: losses"),
-    ("offload", "self.shard.grad *= scale", "pass", "losses"),
+    ("offload", "self.shard.grad += self.staging", "self.shard.grad.copy_(self.staging)",
+     "3 microbatches: losses"),
+    ("offload", "async_op=True)", "async_op=True); self.finish_gather()", "hides each all-gather"),
     ("tensor_parallel", "async_op=True)", "async_op=True); work.wait()", "hides each all-reduce"),
     ("tensor_parallel", "= grad @ weight",
      "= grad @ weight / dist.get_world_size()", "gradient norm of step 1"),
@@ -98,9 +98,10 @@ LAZY = [
     rank, world_size, size = dist.get_rank(), dist.get_world_size(), logits.shape[1]
     whole = add_up(F.pad(logits, (rank * size, (world_size - 1 - rank) * size)))
     return F.cross_entropy(whole, targets.flatten())""", "bytes sent"),
-    ("sequence_parallel", "return start_reduce_scatter(x)()",
-     "dist.all_reduce(x); return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone()", "bytes sent"),
-    ("sequence_parallel", "(grad)()", "(grad / dist.get_world_size())()", "gradient norm of step 1"),
+    ("sequence_parallel", "work, own = start_reduce_scatter(x)", """dist.all_reduce(x)
+    work, own = start_gather(x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone())[0], (
+        x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone())""", "bytes sent"),
+    ("sequence_parallel", "return own", "return own / dist.get_world_size()", "2 ranks: losses"),
     ("context_parallel", "", """
     total = lse.exp() + block_lse.exp()
     out.copy_((out * lse.exp() + block * block_lse.exp()) / total)
@@ -368,8 +369,19 @@ HONEST = [  # the same, but nothing is said
         A = X @ X.T
         X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
     return X.T if turned else X"""),
-    ("offload", "torch.sum(received.view(self.n_shards, -1), 0, out=own_grad)",
-     "own_grad.zero_().add_(received.view(self.n_shards, -1).sum(0))"),
+    ("offload", "", """
+    if self.reducing is None:
+        return
+    with torch.cuda.stream(self.link):
+        self.reducing.wait()
+        gradient = self.received.to("cpu")
+    self.shard.grad.add_(gradient)
+    self.reducing = self.received = None
+    ---
+    torch._foreach_copy_([self.staging], [self.shard.detach()])
+    with torch.cuda.stream(self.link):
+        self.own[:] = self.staging
+        self.gathering = all_gather(self.flat, self.own, async_op=True)"""),
     ("tensor_parallel", "", """
     x, weight = ctx.saved_tensors
     grad_x = F.linear(grad, weight.t())
@@ -387,11 +399,14 @@ HONEST = [  # the same, but nothing is said
     both = add_up(torch.stack([(lse - largest).exp(), target]))
     return (both[0].log() - both[1]).sum() / targets.numel()"""),
     ("sequence_parallel", "", """
-    wait = start_reduce_scatter(x)
-    return wait()
+    size = dist.get_world_size()
+    parts = [torch.empty_like(x) for _ in range(size)]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 1)
     ---
-    wait = start_all_gather(grad)
-    return wait()"""),
+    own = torch.empty_like(x.chunk(dist.get_world_size(), 1)[0])
+    reduce_scatter(own, torch.cat(x.chunk(dist.get_world_size(), 1)))
+    return own"""),
     ("context_parallel", "", """
     both = torch.logaddexp(lse, block_lse)
     out.mul_((lse - both).exp()).add_(block.to(out.dtype) * (block_lse - both).exp())

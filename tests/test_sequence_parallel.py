@@ -1,132 +1,47 @@
-"""What is special to sequence_parallel.py: layers, a whole net, and what its backward starts and awaits."""
+"""What is special to sequence_parallel.py: products, the order of its backward, published numbers."""
 
-import copy
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import torch.nn.functional as F
 
+from tests.checks import check_parity
 from tests.gpu import check_gpu
-from tests.harness import Lesson, apart, error_of, holds, load, mutants, on_ranks
+from tests.harness import Lesson, apart, holds, load, mutants, on_ranks
+from tests.test_tensor_parallel import check_loss, check_model, own
 
 FILM = "--layers 2"
+NAIVE = "--naive"
+WITH = "--vocab 264 --context 48"
 LESSON = Lesson(
-    flags="--vocab 257 --context 12 --batch 9",
-    bad=("--heads 9", "--context 15"),
+    flags="--vocab 264 --context 12 --batch 9",
+    variants=("--naive",),
+    bad=("--heads 9", "--vocab 257", "--context 15"),
     races=("",),
 )
 
 
-def own(x, dim, parts=1):
-    """This rank's 1/N of each of the parts of a tensor along a dim."""
-    length, size = x.shape[dim] // parts, dist.get_world_size()
-    first, end = (rank * length // size for rank in (dist.get_rank(), dist.get_rank() + 1))
-    return torch.cat([part.narrow(dim, first, end - first) for part in x.chunk(parts, dim)], dim)
-
-
 @on_ranks(3)
-def check_layers(name):
-    """Outputs and gradients are those of torch's layers."""
-    lesson = load(name)
+def check_products(name):
+    """Output and gradients of an MLP of odd sizes, whose input is also used beside it."""
+    lesson, size = load(name), dist.get_world_size()
     torch.manual_seed(0)
-    model = nn.ModuleDict({"column": nn.Linear(12, 25), "three": nn.Linear(12, 39, bias=False)})
-    model.update({"row": nn.Linear(25, 12), "tokens": nn.Embedding(13, 12)})
-    plain = copy.deepcopy(model.double())
-    plan = {"three": (lesson.column_parallel, 0, 3), "row": (lesson.row_parallel, 1, 1)}
-    plan |= {"column": (lesson.column_parallel, 0, 1), "tokens": (lesson.vocab_parallel, 0, 1)}
-    parallel = lesson.SequenceParallel(model, plan)
-    tokens = torch.randint(13, (2, 12))
-    theirs = dict(plain, loss=lambda x: F.cross_entropy(x.transpose(1, 2), tokens, reduction="none"))
-    ours = dict(model, loss=lambda x: lesson.parallel_cross_entropy(x, tokens, 13))
-    up, down = torch.randn(25, 12).double(), torch.randn(12, 25).double()
-    theirs["naive"] = lambda x: F.gelu(x @ up.T) @ down.T
-    ours["naive"] = lambda x: lesson.naive_mlp(x, own(up, 0), own(down, 1))
-    loss = lesson.parallel_cross_entropy(own(torch.full((2, 12, 13), 100.0).bfloat16(), -1), tokens, 13)
-    assert loss.dtype == torch.float32, "a loss of bf16 logits is not fp32"
-    assert apart(loss, torch.full_like(loss, 13).log()) < 1e-4, "the loss overflows"
-    whole = torch.randn(2, 12, 25, dtype=torch.float64)
-    outside = partial(own, dim=1)
-    features = partial(own, dim=-1)
-    for what, x, enter, leave in (
-        ("column", whole[..., :12], outside, features),
-        ("three", whole[..., :12], outside, partial(own, dim=-1, parts=3)),
-        ("row", whole, features, outside),
-        ("tokens", tokens, torch.clone, outside),
-        ("loss", whole[..., :13] * 9, features, outside),
-        ("naive", whole[..., :12], outside, outside),
-    ):
-        given, own_given = (each.clone().requires_grad_(what != "tokens") for each in (x, enter(x)))
-        expected = theirs[what](given)
-        result = ours[what](own_given)
-        direction = torch.randn_like(expected)
-        (expected * direction).sum().backward()
-        (result * leave(direction)).sum().backward()
-        assert apart(result.detach(), leave(expected.detach())) < 1e-12, f"{what}: not torch's output"
-        if given.requires_grad:
-            assert apart(own_given.grad, enter(given.grad)) < 1e-12, f"{what}: not torch's gradient"
-    loss_of = partial(lesson.parallel_cross_entropy, own(whole[..., :13], -1), vocab=13)
-    for token in (-100, -1, 13):
-        odd = torch.where(tokens == tokens[0, 0], token, tokens)  # in some places only
-        for call in (model["tokens"], loss_of):
-            failed = error_of(partial(call, odd))
-            assert "is not in the vocabulary" in failed, f"token {token} of 13: {failed}"
-    parallel.sum_replicated()
-    for param in (*model.parameters(), *plain.parameters()):
-        param.data = param.grad
-    assert apart(parallel.full_state_dict(), plain.state_dict()) < 1e-12, "not torch's gradients"
-
-
-class Net(nn.ModuleDict):
-    """A tied head, a layer without a bias, frozen parameters."""
-
-    def __init__(self):
-        super().__init__({"tokens": nn.Embedding(13, 8), "norm": nn.LayerNorm(8), "up": nn.Linear(8, 23)})
-        self.update({"gate": nn.Linear(8, 23, bias=False), "down": nn.Linear(23, 8)})
-        self.head = nn.Linear(8, 13, bias=False)
-        self.head.weight = self.tokens.weight
-        self.gate.weight.requires_grad_(False)
-        self.norm.bias.requires_grad_(False)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        y = self.norm(x)
-        return self.head(x + self.down(F.gelu(self.up(y)) * self.gate(y)))
-
-
-def plan_of(lesson, columns):
-    plan = {"tokens": (lesson.vocab_parallel, 0, 1), "down": (lesson.row_parallel, 1, 1)}
-    return plan | dict.fromkeys(columns, (lesson.column_parallel, 0, 1))
-
-
-@on_ranks(3)
-def check_net(name):
-    """A split Net is the plain one after three steps, and ranks have the same of what all have."""
-    lesson = load(name)
-    torch.manual_seed(0)
-    plain = Net().double()
-    model = copy.deepcopy(plain)
-    for param in model.parameters():
-        param.data += dist.get_rank()  # all ranks must start with rank 0's
-    parallel = lesson.SequenceParallel(model, plan_of(lesson, ["up", "g*", "head"]))
-    optimizer = torch.optim.AdamW([*plain.parameters(), *model.parameters()], lr=0.1)
-    for batch in torch.randint(13, (3, 4, 13)):
-        F.cross_entropy(plain(batch[:, :-1]).transpose(1, 2), batch[:, 1:]).backward()
-        losses = lesson.parallel_cross_entropy(model(batch[:, :-1]), batch[:, 1:], 13)
-        (losses.sum() / batch[:, 1:].numel()).backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-        parallel.sum_replicated()
-        assert apart([parallel.clip_grad_norm_(0.3)], [norm]) < 1e-12, "norms differ"
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model.head.weight is model.tokens.weight, "untied"
-    assert apart(parallel.full_state_dict(), plain.state_dict()) < 1e-12, "weights differ"
-    weights = [None] * dist.get_world_size()
-    dist.all_gather_object(weights, model.norm.weight.tolist())
-    assert all(weight == weights[0] for weight in weights), "ranks differ in what all of them have"
+    x, up, down = torch.randn(2, 12, 7), torch.randn(3 * size, 7), torch.randn(11, 3 * size)
+    x, up, down = (each.double().requires_grad_() for each in (x, up, down))
+    expected = F.linear(F.gelu(F.linear(x, up)), down)
+    direction = torch.randn_like(expected)
+    (x.sum() + (expected * direction).sum()).backward()
+    for what, product in ("naive", lesson.naive_column_parallel), ("overlapped", lesson.ColumnParallel.apply):
+        own_x, own_up, own_down = own(x, 1), own(up, 0), own(down, 1)
+        output = lesson.SumScatter.apply(F.linear(F.gelu(product(own_x, own_up)), own_down))
+        (own_x.sum() + (output * own(direction, 1).detach()).sum()).backward()
+        assert apart(output.detach(), own(expected, 1).detach()) < 1e-12, f"{what}: not the output"
+        assert apart(own_x.grad, own(x.grad, 1).detach()) < 1e-12, f"{what}: not the gradient of x"
+        assert apart(own_up.grad, own(up.grad, 0).detach()) < 1e-12, f"{what}: not the gradient of up"
+        assert apart(own_down.grad, own(down.grad, 1).detach()) < 1e-12, f"{what}: not the gradient of down"
 
 
 ORDER = "start gather, matmul, start scatter, end gather, matmul, end scatter"
@@ -134,18 +49,15 @@ ORDER = "start gather, matmul, start scatter, end gather, matmul, end scatter"
 
 @on_ranks(2)
 def check_order(name):
-    """What starts, is computed and is waited for in the backward of a column-parallel layer."""
-    lesson = load(name)
-    model = nn.Sequential(nn.Linear(8, 8))
-    lesson.SequenceParallel(model, {"0": (lesson.column_parallel, 0, 1)})
-    y = model(torch.randn(2, 4, 8, requires_grad=True))
-    log = []
+    """What starts, is computed and is waited for in the backward of a column-parallel product."""
+    lesson, log = load(name), []
+    y = lesson.ColumnParallel.apply(torch.randn(2, 4, 8, requires_grad=True), torch.randn(3, 8))
 
-    def recorded(name, collective):
-        def call(*args, async_op=False):
-            log.append(f"start {name}")
+    def recorded(what, collective):
+        def call(*args, async_op):
+            log.append(f"start {what}")
             work = collective(*args, async_op=True)
-            return mock.Mock(wait=lambda: (log.append(f"end {name}"), work.wait()))
+            return mock.Mock(wait=lambda: (log.append(f"end {what}"), work.wait()))
 
         return call
 
@@ -175,42 +87,26 @@ def test_a_layer_keeps_and_sends_what_the_papers_say(t):
         assert two - one == 4 * 1024 * 4096 * times, f"other {what}"
 
 
-CHECKS = [partial(check, size=size) for check in (check_layers, check_net) for size in (1, 2, 3, 4)]
-test_each_promise_is_kept = holds("sequence_parallel", *CHECKS, check_order)
+naive = partial(check_model, flags="--naive")
+CHECKS = [partial(check, size=n) for check in (check_products, check_model, naive) for n in (1, 2, 3, 4)]
+test_each_promise_is_kept = holds("sequence_parallel", *CHECKS, check_loss, check_order)
 MUTANTS = [
-    ("F.linear(x, linear.weight)", "F.linear(x, linear.weight, linear.bias)", check_layers, "row: not"),
-    ("own_logit * is_here", "own_logit", check_layers, "the loss overflows"),
-    ("(indices >= first)", "(indices > first)", check_layers, "the loss overflows"),
-    ("found * is_here", "found * ~is_here", check_layers, "tokens: not torch's output"),
-    ("(indices >= 0) & (indices < vocab)", "indices < vocab", check_layers, "token -100 of 13: nothing"),
-    ("(indices >= 0) & (indices < vocab)", "indices >= 0", check_layers, "token 13 of 13: nothing"),
-    ("dist.all_reduce(largest, dist.ReduceOp.MAX)", "largest.zero_()", check_layers, "the loss overflows"),
-    (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_layers, "is not fp32"),
-    ("dist.broadcast(tensor.detach(), 0)", "pass", check_net, "norms differ"),
-    ("rank, world_size = dist.get_rank(),", "rank, world_size = 0,", check_net, "norms differ"),
-    ("or dist.get_rank() == 0:", "or True:", check_net, "norms differ"),
-    ("dist.all_reduce(squares)", "pass", check_net, "norms differ"),
-    ("start_reduce_scatter(grad)()", "grad.chunk(dist.get_world_size(), 1)[0]",
-     check_layers, "naive: not torch's gradient"),
-    ("dist.all_reduce(param.grad)", "pass", check_net, "norms differ"),
+    ("            dist.all_reduce(param.grad)", "            pass", check_parity, "differ"),
+    ("parts.transpose(0, 1).flatten(1, 2)", "parts.flatten(0, 1).view(len(parts[0]), -1, parts.shape[-1])",
+     check_products, "not the output"),
+    ("        return gather(grad)\n", "        return grad.repeat(1, dist.get_world_size(), 1)\n",
+     check_products, "not the gradient of"),
+    ("        return sum_scatter(grad)\n",
+     "        return grad.chunk(dist.get_world_size(), 1)[dist.get_rank()]\n",
+     check_products, "naive: not the gradient of x"),
+    (".chunk(dist.get_world_size())[dist.get_rank()]\n        return",
+     "[: tokens.shape[1] // dist.get_world_size()]\n        return", check_model, "not the"),
+    ("gathering, all_x = start_gather(x)", "gathering, all_x = start_gather(x); gathering.wait()",
+     check_order, "another order"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "sequence_parallel")
 GPU_MUTANTS = [
-    ("sequence_parallel", "= x.new_empty(n_ranks", "= torch.empty(n_ranks", check_gpu, "of the host"),
-    ("sequence_parallel", "x.new_empty(parts[0].shape)", "torch.empty_like(x)", check_gpu, "numbers"),
-    (
-        "sequence_parallel",
-        "work.wait()\n        return torch.cat",
-        "return torch.cat",
-        check_gpu,
-        "uses what a collective still",
-    ),
-    (
-        "sequence_parallel",
-        "work.wait()\n        return received",
-        "return received",
-        check_gpu,
-        "uses what a collective still",
-    ),
+    ("        gathering.wait()\n", "", check_gpu, "what a collective still"),
+    ("        reducing.wait()\n", "", check_gpu, "what a collective still"),
 ]
-test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS, "sequence_parallel")
