@@ -1,438 +1,343 @@
-"""ZeRO-R: activation checkpointing, with each block's input split across the ranks, on the GPU or the host.
+"""ZeRO-R: activation checkpointing, with each block's input split across ranks that have the same one.
 
 Idea
-    Backward needs the activations that forward computed, and these often take more memory than the weights. A
-    checkpoint keeps the input of a block and drops what the block computes. Just before backward needs these
-    values, the block's forward runs again. Backward takes about twice as long as forward, so this costs about
-    a third more time (arXiv 1604.06174).
+    In checkpointing.py a rank keeps the input of each block, and recomputes the rest. Tensor-parallel ranks,
+    which share the work of each layer, all have the same inputs. So each keeps 1/N of an input, on the device
+    or on the host, and before the block is recomputed an all-gather brings the whole. While a block runs
+    again, and backward, the previous block's input travels. (ZeRO's P_a and P_a+cpu, arXiv 1910.02054,
+    section 6.1) Here the ranks are not tensor-parallel, but simply do the same: same batch, same weights.
 
-    Tensor-parallel ranks, which share the work of each layer, have the same inputs. So each keeps 1/N of an
-    input, on the GPU or the host, and backward all-gathers it (ZeRO's P_a and P_a+cpu, 1910.02054, 6.1).
+Timeline (the last two of 4 blocks)
+    compute | forward 3 | forward 4 | loss |          | recompute 4, backward 4 | recompute 3, backward 3
+    network |           |           |      | gather 4 | gather 3                | gather 2
 
-Timeline (of the last two blocks)
-    compute | forward 3 | forward 4 | loss |          | recompute 4 | backward 4 | recompute 3 | ...
-    network |           |           |      | gather 4 | gather 3    |            | gather 2    | ...
+Memory (bytes on each of N ranks; P parameters, L blocks, h width, v vocabulary, b sequences of s)
+    parameters     (w+c)P    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
+    gradients      mP        m = 4, in fp32 and in bf16: there the update makes fp32 copies of them
+    optimizer      2mP       AdamW's two moments
+    activations    bs((L/N+2)wh+m(2+v))    1/N of the blocks' inputs; the last norm and the loss, as in
+                                           checkpointing.py
+    activations    bs((L+2)wh+m(2+v))      with --policy full: the whole inputs
 
-Memory (bytes on each rank; w of a weight: 4 in fp32, 2 in bf16; m = 4; in fp64 both are 8)
-    activations    bs((L/N+2)wh+(2+v)m)    on N ranks; of each token 1/N of L blocks' inputs, h each
-    There are L layers, h width, s context, v vocabulary, and b sequences in a microbatch.
-    Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
-    1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has 2h and 2
-    statistics, the loss v numbers.
-    So in backward 17wbsh come on top, and a block's statistics: the 16h, and the next block's input.
-    parameters     (w+c)P      P parameters; c = 4 in bf16, for fp32 copies (see MasterWeights), else 0
-    gradients      wP+3cG/2    in bf16 G gradients at a time are copied, in 2 + 4 bytes: 2^24, or one tensor's
-    optimizer      KP          K = 8 for AdamW's two moments (fp64: 16), 0 for SGD
-
-Sent (bytes, by each rank in each step)
-    all-gather     kwbshL(N-1)/N    in a ring; k microbatches; offload: also kwbshL/N to the host, and back
+Sent (bytes, by each rank in each step of k microbatches)
+    all-gather     kLwbsh(N-1)/N           without --policy full
 
 Run
     torchrun --nproc_per_node=2 more/zero_r.py
+    torchrun --nproc_per_node=2 more/zero_r.py --policy full         # naive: each rank keeps everything
     torchrun --nproc_per_node=8 more/zero_r.py --size gpt2 --dtype bf16 --policy offload
 
 Left out
-    ZeRO-R's buffers of constant size, and its defragmentation (6.2, 6.3).
-    All ranks must run the same forwards and backwards, or they hang, or mix up inputs.
-    Refused: changing in place an argument but the first, or a tensor that backward needs; fewer tensors
-    the second time, or other shapes or dtypes, as when autocast ends before backward.
-    Wrong, and not noticed: other values the second time, because of other random generators (numpy's, your
-    own), or because tensors that are no arguments (parameters, those in a partial) change before backward;
-    side effects, which happen twice (BatchNorm's statistics), or once, if they come after the last result
-    that backward needs. Not handled: keyword arguments (use a partial).
-    In nested checkpoints the inner input is not dropped.
+    Copies to and from the host beside the computation (more/offload.py has a stream for them). ZeRO-R's
+    buffers of constant size, and its defragmentation (sections 6.2 and 6.3).
 """
 
 import argparse
 import os
 import sys
 import time
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before set_up(), or it would keep the process group alive
+import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
+FLAGS = {"policy": ("partitioned", "offload", "full")}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
-class NaiveCheckpoint(torch.autograd.Function):
-    """Full recomputation in its simplest form: y = NaiveCheckpoint.apply(x, block)."""
+class Whole:
+    """Keeps all of a block's input, as checkpointing.py does."""
 
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x)  # autograd does not look into the forward of a Function: it saves nothing more
+    def __init__(self, x):
+        self.x = x.detach().requires_grad_(x.requires_grad)
 
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.function(x)
-        y.backward(grad)  # this also adds up the gradients of the function's parameters
-        return x.grad, None
+    def get(self):
+        return self.x
 
 
-# This has six problems:
-# - A backward runs inside another one: torch.autograd.grad() does not find the function's parameters, and
-#   hooks that wait for the end of backward, as DDP's do, run once in each block.
-# - If x needs no gradient, the parameters get none.
-# - The function must take and return a single tensor.
-# - Dropout draws other random numbers the second time.
-# - Everything is computed again, even what is slow and small.
-# - So is the end of the function, though backward needs none of its results.
-#
-# So below, autograd builds the function's graph as usual. Hooks replace only the tensors that it saves there.
-# (The fifth problem stays.) The ranks all have the same x, so each keeps 1/N of it. So that backward need not
-# wait, the all-gather of a block's x starts when the recomputation of the block after it does.
+# But all ranks keep the same.
 
 
-def checkpoint(function: Callable, *args, store: "Partitioned"):
-    """function(*args). What it computes for backward is dropped, and computed again there.
+class Shard:
+    """Keeps this rank's 1/N of a block's input."""
 
-    Random numbers are the same both times, if they are drawn from torch's default generators.
-    store keeps the first argument, which is the same on all ranks; the others are kept whole.
-    """
+    latest = None  # the last one in this forward
+
+    def __init__(self, x, on_host):
+        self.shape, self.requires_grad, self.device = x.shape, x.requires_grad, x.device
+        size = -(-x.numel() // dist.get_world_size())  # rounded up
+        own = x.detach().flatten()[dist.get_rank() * size :][:size]
+        self.shard = F.pad(own, (0, size - len(own)))  # a copy, always: a view would keep all of x
+        if on_host:
+            shard = torch.empty(size, dtype=x.dtype, pin_memory=x.is_cuda)
+            self.shard = shard.copy_(self.shard, non_blocking=True)
+        self.gathering = None
+        self.previous = Shard.latest
+        Shard.latest = self
+
+    def start_gather(self):
+        if not self.gathering:
+            own = self.shard.to(self.device, non_blocking=True)
+            self.flat = own.new_empty(len(own) * dist.get_world_size())
+            self.gathering = all_gather(self.flat, own, async_op=True)
+
+    def get(self):
+        self.start_gather()
+        self.gathering.wait()
+        if self.previous:
+            self.previous.start_gather()  # it travels while this block runs again, and backward
+        Shard.latest = self.previous = None  # the next forward begins anew
+        x = self.flat[: self.shape.numel()].view(self.shape)
+        self.flat = self.gathering = None
+        return x.requires_grad_(self.requires_grad)
+
+
+def checkpoint(function, x, keep):
+    """Returns function(x). Autograd records it, but saves a number in place of each tensor."""
     if not torch.is_grad_enabled():
-        return function(*args)
-    call = Checkpoint(function, args, store)
-    return call.run(call.pack, args)
+        return function(x)
+    kept = keep(x)
+    random_states = get_random_states()
+    recomputed = []  # the tensors; None while they are not needed yet, or not any more
 
+    def pack(tensor):  # called in forward with what autograd would save; what it returns is saved
+        recomputed.append(None)
+        return len(recomputed) - 1
 
-class Checkpoint:
-    """A call of checkpoint(): what forward keeps, and how backward gets the rest.
-
-    Autograd gives pack() each tensor that it would save for backward, and saves a number in its place. When
-    backward asks unpack() for one, the function runs again and saves the same tensors in the same order.
-    """
-
-    def __init__(self, function, args, store):
-        self.function = function
-        x, *self.args = args
-        self.versions = versions_of(self.args)
-        kept = store.partition(x)
-        self.start_all_gather = partial(store.start_all_gather, *kept)
-        self.gathering = None  # or (x, work), when its all-gather is under way
-        self.previous = store.last()  # the checkpoint that backward needs next
-        store.last = weakref.ref(self)  # weak: it must end with its graph
-        self.random_states = get_random_states()
-        self.dropped = []  # (shape, dtype) by number
-        self.recomputed = {}  # (tensor, its version) by number, until backward has asked for it
-
-    def run(self, pack, args):
-        """Call the function with args. pack() is given what autograd would save for backward."""
-        with saved_tensors_hooks(pack, self.unpack):
-            return self.function(*args)
-
-    def pack(self, tensor):
-        self.dropped.append((tensor.shape, tensor.dtype))
-        return len(self.dropped) - 1
-
-    def unpack(self, number):
-        # The first tensor that backward asks for brings all of them; each is free once it has been used.
-        # None: from pack_again(), so this backward runs inside of the function.
-        assert number is not None, "torch.autograd.grad() inside of a checkpointed function: call it outside"
-        if number not in self.recomputed:
-            self.recompute()
-        tensor, version = self.recomputed.pop(number)
-        assert tensor._version == version, "a tensor that backward needs was changed in place"
+    def unpack(index):  # called in backward with what has been saved
+        if recomputed[index] is None:
+            recomputed[:] = recompute(function, [kept.get()], random_states, len(recomputed))
+        tensor, recomputed[index] = recomputed[index], None  # so that it is freed after use
         return tensor
 
-    def recompute(self):
-        """Run the function as in forward, until it has computed what backward needs.
-
-        This run's graph is thrown away: only what it would save is taken.
-        """
-        assert versions_of(self.args) == self.versions, "a checkpoint's argument was changed in place"
-        x, work = self.gathering or self.start_all_gather()
-        self.gathering = None
-        work.wait()
-        # The previous block's input travels while this block recomputes and runs its backward.
-        if self.previous:
-            self.previous.gathering = self.previous.start_all_gather()
-        self.recomputed = {}
-        before = get_random_states()
-        set_random_states(self.random_states)
-        with suppress(StopRecomputation), torch.enable_grad():
-            self.run(self.pack_again, (x, *self.args))
-        set_random_states(before)
-        assert len(self.recomputed) == len(self.dropped), "the recomputation saved fewer tensors"
-
-    def pack_again(self, tensor):
-        # It returns nothing, as nobody goes back through this run's graph.
-        number = len(self.recomputed)
-        assert (tensor.shape, tensor.dtype) == self.dropped[number], "recomputed with another shape or dtype"
-        # Without detach() this would be a reference cycle: the checkpoint has the tensor, its graph has these
-        # hooks, which have the checkpoint.
-        self.recomputed[number] = tensor.detach(), tensor._version
-        if len(self.recomputed) == len(self.dropped):
-            raise StopRecomputation
+    with saved_tensors_hooks(pack, unpack):
+        return function(x)
 
 
-class StopRecomputation(BaseException):
-    """Ends the function. As a BaseException, it also passes an `except Exception` in the function."""
+def recompute(function, args, random_states, n):
+    """Runs the function until autograd has saved n tensors, in the same order as before. Returns these."""
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor.detach())  # without the graph of this run
+        if len(saved) == n:
+            raise AllSaved  # a linear layer saves its inputs before it runs: the last one never does
+        return tensor.detach()
+
+    states_now = get_random_states()
+    set_random_states(random_states)
+    with suppress(AllSaved), torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        function(*args)
+    set_random_states(states_now)
+    return saved
 
 
-class Partitioned:
-    """Each rank of a group keeps 1/N of a tensor, with offload on the host. All ranks' tensors must be equal,
-    which is not checked: beside data parallelism, give it the tensor-parallel group."""
-
-    def __init__(self, device: torch.device, offload: bool = False, group: dist.ProcessGroup | None = None):
-        self.device = device
-        self.offload = offload
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.group = group
-        self.world_size = dist.get_world_size(group)
-        self.last = lambda: None  # the latest checkpoint, or None
-
-    def partition(self, x):
-        """Copy this rank's 1/N of x. Returns what start_all_gather() needs."""
-        size = -(-x.numel() // self.world_size)
-        own = x.detach().flatten()[dist.get_rank(self.group) * size :][:size]
-        # F.pad copies, always: a view would keep all of x, which may also change on its way to the host.
-        shard = part = F.pad(own, (0, size - len(own)))
-        if self.offload:
-            shard = torch.empty_like(part, device="cpu", pin_memory=self.stream is not None)
-            with self.side_stream():
-                shard.copy_(part, non_blocking=True)
-            if self.stream:
-                part.record_stream(self.stream)  # so its memory is not reused before it has been copied
-        return shard, x.shape, x.requires_grad
-
-    def start_all_gather(self, shard, shape, requires_grad):
-        """Returns x, and the work to wait for before x is read."""
-        flat = torch.empty(self.world_size * len(shard), dtype=shard.dtype, device=self.device)
-        # The gather waits for the copy from the host. The computation waits for neither.
-        with self.side_stream():
-            part = shard.to(self.device, non_blocking=True)
-            work = all_gather(flat, part, group=self.group, async_op=True)
-        return flat[: shape.numel()].view(shape).requires_grad_(requires_grad), work
-
-    def side_stream(self):
-        """A context for work beside the computation, but after what has been launched so far."""
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.stream)  # None changes nothing
+class AllSaved(Exception):
+    """Ends recompute()."""
 
 
-def versions_of(values):
-    """How often each tensor in these values has been changed in place."""
-    return [leaf._version for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def get_random_states():
-    """The states of torch's default random generators, the CPU's and the GPUs'."""
-    return [generator.get_state() for generator in (torch.default_generator, *torch.cuda.default_generators)]
+def get_random_states():  # dropout's masks depend on them
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
 def set_random_states(states):
-    for generator, state in zip((torch.default_generator, *torch.cuda.default_generators), states):
-        generator.set_state(state)
-
-
-@torch.no_grad()
-def clip_grad_norm_(params, max_norm):
-    """torch.nn.utils.clip_grad_norm_, but it returns the norm in fp64: torch's has the gradients' dtype."""
-    params = list(params)
-    norm = torch.stack(torch._foreach_norm([p.grad for p in params], dtype=torch.float64)).norm()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0]))
-    return norm
+    torch.set_rng_state(states[0])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[1])
 
 
 def train(config):
-    # In place of tensor parallelism all ranks compute the same, so no gradient is sent.
-    device, text = set_up(config, f" | policy {config.policy}", replicas=1)
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    store = Partitioned(device, offload=config.policy == "offload")
-    for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, store=store)
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(model.parameters(), lr=config.lr, fused=True)
+    device = join_world()
+    keep = Whole if config.policy == "full" else partial(Shard, on_host=config.policy == "offload")
+
+    class CheckpointedBlock(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, keep)
+
+    model = GPT(config, CheckpointedBlock).to(device)
+    params = list(model.parameters())
+    optimizer = MasterWeights(params, config.lr)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        loss = 0
-        for inputs, targets in microbatches(config, text, step, device):
-            # Gradients add up over microbatches and each loss is a mean: divide to get the batch's mean.
-            microloss = mean_loss(model(inputs), targets) / config.accum
-            microloss.backward()
-            loss += microloss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        model.zero_grad()
-        print_step(config, step, loss, grad_norm, started)
+        total_loss = 0
+        for inputs, targets in microbatches(config, step, device):  # the same on all ranks
+            loss = mean_loss(model(inputs), targets) / config.accum
+            loss.backward()
+            total_loss += loss.detach()
+        norm = squared_norm([param.grad for param in params]).sqrt()
+        nn.utils.clip_grads_with_norm_(params, config.clip, norm)
+        optimizer.step()  # which sets the gradients to None, too
+        print_step(config, step, total_loss, norm, started)
     if config.save and dist.get_rank() == 0:
-        save_weights(model.state_dict(), config.save)
+        torch.save(model.state_dict(), config.save)
 
 
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--policy", default="partitioned", choices=["partitioned", "offload"])
-    return read_flags(arguments, own)
+class MasterWeights:
+    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
 
-
-class MasterWeights:  # updates fp32 copies of bf16 parameters, 64 MiB at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+    def __init__(self, params, lr):
+        self.params = list(params)
+        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
+        self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.to(master.dtype)
+            param.grad = None
+        self.adamw.step()
+        self.adamw.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
 
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
-         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+SIZES = {
+    "toy": (8, 8, 64, 64, 256),
+    "small": (6, 8, 256, 128, 256),
+    "gpt2": (12, 12, 768, 1024, 50304),
+    "gpt2-xl": (48, 25, 1600, 1024, 50304),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
-            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
-HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
-def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
-    parser.error = refuse
-    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
-        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
-    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+def read_flags(own, arguments=None):
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", default="toy", choices=SIZES)
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
+    parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--save", default="", help="a file for the trained weights")
+    for name, default in own.items():
+        if isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default[0], choices=default)
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
-    for name, value in vars(config).items():
-        least, most = limits.get(name, (1, 1_048_576))
-        if type(value) in (int, float) and not least <= value <= most:
-            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    if config.width % config.heads:
+        parser.error(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
+    if not os.path.isdir(os.path.dirname(config.save) or "."):
+        parser.error(f"--save {config.save}: no such folder")
     return config
 
 
-def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":  # or it is not set
-        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
-    else:
-        time.sleep(5)
-    raise SystemExit(2)
+def join_world():
+    """Meet the other ranks: over NCCL if there are GPUs, else over gloo. Returns this rank's device."""
+    if "RANK" not in os.environ:  # not started by torchrun: the only rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share one, if each seems a machine
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
-def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
-    if config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
-    if config.width % config.heads:
-        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = torch.cuda.device_count() * (config.device != "cpu")
-    if config.device == "cuda" and not gpus:
-        refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:  # a file is missing, or a variable of the environment
-        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
-        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
-        text = bytearray().join(map(Path.read_bytes, files))
-        open(config.save or "/dev/null", "ab").close()
-        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-        torch.cuda.set_device(device if gpus else -1)  # -1: none
-        if not dist.is_initialized():
-            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
-            dist.init_process_group("nccl" if gpus else "gloo", *alone)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
-    if not dist.get_rank():
-        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
-        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
-    torch.manual_seed(config.seed)
-    return device, torch.frombuffer(text, dtype=torch.uint8)
-
-
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
-    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
-    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+def microbatches(config, step, device, rank=0, replicas=1):
+    """A rank's --accum pairs (inputs, targets), each (b, s). Any ranks together have the same batch."""
+    b, rest = divmod(config.batch, replicas * config.accum)
+    if rest:
+        sys.exit(f"--batch {config.batch}: must be a multiple of all microbatches, {replicas * config.accum}")
+    text = np.memmap(config.data, np.uint8, "r")
+    random = np.random.default_rng((config.seed, step))
+    starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]
+    tokens = torch.from_numpy(text[starts + np.arange(config.context + 1)]).to(device).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
-    def __init__(self, heads, width):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config, block=Block):
+        super().__init__()
+        torch.manual_seed(config.seed)  # so that all ranks start from the same weights
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for param in self.parameters():
             if param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+        self.to(DTYPES[config.dtype])
 
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens):  # (b, s) -> logits (b, s, v)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens):  # (b, s) -> (b, s, h)
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+def wide(dtype):  # fp32 for bf16, else the same
+    return torch.promote_types(dtype, torch.float32)
 
 
-def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
-    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
-    ms = 1e3 * (time.perf_counter() - started)
-    if not dist.get_rank():
-        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+def mean_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def save_weights(state_dict, path):  # at the end, on rank 0
-    try:
-        torch.save(state_dict, path)
-    except (OSError, RuntimeError):
-        refuse(f"--save {path}: cannot be written; is the disk full?")
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
+    return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
-# ==== end of the toy model ====
+def print_step(config, step, loss, norm, started):
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
+    if dist.get_rank() == 0:
+        ms = 1e3 * (time.perf_counter() - started)
+        print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")
 
 
 if __name__ == "__main__":
-    train(parse())
+    train(read_flags(FLAGS))
     dist.destroy_process_group()

@@ -129,9 +129,9 @@ LAZY = [
     ("expert_zero", "1 / dist.get_world_size()", "1", "the gradient norm of step 1 is"),
     ("checkpointing", "raise AllSaved", "pass", "computed twice"),
     ("checkpointing", "return tensor.detach()", "return tensor", "bytes held"),
-    ("zero_r", "F.pad(own, (0, size - len(own)))",
-     "own if len(own) == size else F.pad(own, (0, size - len(own)))", "bytes held, a"),
-    ("zero_r", "async_op=True)", "async_op=True); work.wait()", "hides each all-gather"),
+    ("zero_r", "own.new_empty(len(own) * dist.get_world_size())",
+     "own.repeat(dist.get_world_size()); dist.all_reduce(own.clone())", "bytes sent"),
+    ("zero_r", "async_op=True)", "async_op=True); self.gathering.wait()", "hides each all-gather"),
     ("fusion", "weighted * correction + exps", "weighted + exps", "--context 300"),
     ("fusion", "", """
     tile = scores(q, k, True)
@@ -459,15 +459,23 @@ HONEST = [  # the same, but nothing is said
         set_random_states(states_now)
     return tensors"""),
     ("zero_r", "", """
-    flat = F.pad(x.detach().flatten(), (0, -x.numel() % self.world_size))
-    own = flat.chunk(self.world_size)[dist.get_rank(self.group)].clone()
-    return own.to("cpu") if self.offload else own, x.shape, x.requires_grad
+    if self.gathering is None:
+        own = self.shard.to(self.device, non_blocking=True)
+        self.flat = torch.zeros(dist.get_world_size(), len(own), dtype=own.dtype, device=self.device)
+        self.gathering = all_gather(self.flat.view(-1), own, async_op=True)
     ---
-    rows = torch.empty(self.world_size, len(shard), dtype=shard.dtype, device=self.device)
-    work = all_gather(rows.view(-1), shard.to(self.device), group=self.group, async_op=True)
-    x = rows.flatten()[: shape.numel()].reshape(shape)
-    x.requires_grad_(requires_grad)
-    return x, work"""),
+    if not self.gathering:
+        self.start_gather()
+    self.gathering.wait()
+    flat = self.flat.flatten()
+    self.flat = self.gathering = None
+    before, self.previous = self.previous, None
+    Shard.latest = None
+    if before is not None:
+        before.start_gather()
+    x = flat[: self.shape.numel()].reshape(self.shape)
+    x.requires_grad_(self.requires_grad)
+    return x"""),
     ("fusion", "weighted * correction + exps.to(v) @ v_j", "exps.to(v).matmul(v_j) + correction * weighted"),
     ("pipeline", "", """
     if schedule == "naive":
