@@ -4,23 +4,26 @@ Idea
     Five things to know before any other lesson:
     1. torchrun starts N copies of this program, the ranks. Each finds in its environment RANK, its number
        from 0 to N-1, and WORLD_SIZE, which is N.
-    2. dist.init_process_group() connects the ranks, by one of two libraries: gloo for CPUs, NCCL for GPUs.
-    3. Rank 0 calls dist.send(x, 1), rank 1 calls dist.recv(y, 0): y becomes a copy of x; then both return.
+    2. dist.init_process_group() connects the ranks through gloo, for CPUs, or NCCL, for GPUs.
+    3. Rank 0 calls dist.send(x, 1), rank 1 calls dist.recv(y, 0): y becomes a copy of x. Then both return.
     4. dist.isend() and dist.irecv() return a `work` at once. After work.wait() the tensor may be used again.
-       dist.batch_isend_irecv() starts several of these together.
+       dist.batch_isend_irecv() starts several of these, each described by a dist.P2POp, together. (With NCCL
+       it is the GPU that waits, not the program.)
     5. In a collective all ranks of a group take part. A group is some of the ranks, or, as here, all.
 
     Each rank has a tensor x. An all-reduce makes x the sum of all ranks' x. In the naive way, rank 0 receives
     every x, adds them up, and sends the sum to all. In a ring, each rank sends to the next one, and the last
     to rank 0. x is cut into N chunks. For each chunk a partial sum travels around the ring, and each rank
-    adds its own numbers; all N travel at the same time, each from another rank. After N-1 rounds each rank
-    has the complete sum of one chunk: so far it is a reduce-scatter. In N-1 more rounds the sums travel on,
-    to all: an all-gather. (Patarasuk and Yuan 2009; for its costs, Thakur, Rabenseifner and Gropp 2005)
+    adds its own numbers. N partial sums travel at the same time, each starting at a different rank. After N-1
+    rounds each rank has the complete sum of one chunk: up to here it is a reduce-scatter. In N-1 more rounds
+    the sums travel on until all ranks have all: an all-gather. (Patarasuk and Yuan 2009; on its costs,
+    Thakur, Rabenseifner and Gropp 2005)
 
-Timeline (the ring on rank 3, the last of 4. On rank r the chunks begin as r+1 times 1, 10, 100, 1000)
-    round | sends to rank 0 | gets from rank 2 | x after it; before, 4, 40, 400, 4000
+Timeline (the ring on rank 3, the last of 4. Rank r has r+1 times 1, 10, 100, 1000 at the start)
+    round | sends to rank 0 | gets from rank 2 | x after it
+    0     |                 |                  | 4, 40, 400, 4000
     1     | chunk 2: 400    | chunk 1: 30      | 4, 70, 400, 4000        70 = 40 + 30
-    2     | chunk 1: 70     | chunk 0: 5       | 9, 70, 400, 4000        5: of ranks 1 and 2
+    2     | chunk 1: 70     | chunk 0: 5       | 9, 70, 400, 4000        9 = 4 + 5, and 5 = 2 + 3
     3     | chunk 0: 9      | chunk 3: 6000    | 9, 70, 400, 10000       chunk 3 is complete: reduce-scatter
     4     | chunk 3: 10000  | chunk 2: 1000    | 9, 70, 1000, 10000
     5     | chunk 2: 1000   | chunk 1: 100     | 9, 100, 1000, 10000
@@ -28,18 +31,19 @@ Timeline (the ring on rank 3, the last of 4. On rank r the chunks begin as r+1 t
 
 Memory (bytes on each of N ranks; P parameters)
     parameters    (w+c)P    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     mP        m = 4: bf16 ones become fp32 in the update; and the chunk or tensor being received
+    gradients     mP        m = 4, in fp32 and in bf16; and the chunk, or naive, the tensor being received
     optimizer     2mP       AdamW's two moments
 
 Sent (bytes, by a rank in each step, for all gradients)
-    send    2wP(N-1)/N    without --naive: a chunk, 1/N of them, in each of 2(N-1) rounds
-    send    wP(N-1)       with --naive: rank 0, which sends the sums to all others; these send wP each
+    send    2wP(N-1)/N    without --naive: of each tensor 1/N in each of 2(N-1) rounds
+    send    wP(N-1)       with --naive: rank 0, which sends the sums to all others; the others send wP each
 
 Run
     torchrun --nproc_per_node=4 collectives.py    # and with --naive
 
 Left out
-    Algorithms with fewer rounds, for small tensors, such as trees. Several rings at the same time.
+    Algorithms with fewer rounds, for small tensors, such as trees; one ring for all tensors (ddp.py's
+    buckets); several rings at the same time. In bf16 each partial sum is rounded.
 """
 
 import argparse
@@ -55,7 +59,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 FLAGS = {"naive": False}
-counted = {"rounds": 0, "bytes": 0}  # bytes that this rank has sent, and rounds that it took
+counted = {"rounds": 0, "bytes": 0}  # the rounds that this rank took, the bytes that it sent
 
 
 def exchange(*messages):
@@ -80,8 +84,8 @@ def naive_all_reduce(x):
         exchange((dist.irecv, x, 0))
 
 
-# Rank 0 receives N-1 whole x, and then sends N-1. A ring has as many rounds, but in each only a chunk, 1/N of
-# x, moves between two ranks: each sends less than twice the bytes of x, however many ranks there are.
+# Rank 0 receives N-1 whole x, and then sends N-1. A ring takes as many rounds, but in each a rank sends only
+# a chunk, 1/N of x: less than twice the bytes of x in all, however many ranks there are.
 
 
 def ring_all_reduce(x):
@@ -95,7 +99,7 @@ def ring_all_reduce(x):
         received = torch.empty_like(passing[i + 1])
         exchange((dist.isend, passing[i], right), (dist.irecv, received, left))
         passing[i + 1] += received
-    for i in range(N - 1, 2 * (N - 1)):  # all-gather
+    for i in range(N - 1, 2 * (N - 1)):  # all-gather: what comes is complete, and takes its place in x
         exchange((dist.isend, passing[i], right), (dist.irecv, passing[i + 1], left))
 
 
@@ -114,7 +118,7 @@ def print_costs(device):
 def train(config):
     device = join_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    print_costs(device)
+    print_costs(device)  # before training
     all_reduce = naive_all_reduce if config.naive else ring_all_reduce
     model = GPT(config).to(device)
     params = list(model.parameters())
@@ -129,7 +133,7 @@ def train(config):
             total_loss += loss.detach()
         for param in params:
             all_reduce(param.grad)
-        naive_all_reduce(total_loss)  # one number is too small for chunks
+        naive_all_reduce(total_loss)  # one number: the ring would send empty chunks
         norm = squared_norm([param.grad for param in params]).sqrt()
         nn.utils.clip_grads_with_norm_(params, config.clip, norm)
         optimizer.step()  # which sets the gradients to None, too
