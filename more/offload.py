@@ -2,24 +2,24 @@
 
 Idea
     A GPU has little memory. The machine around it, its host, has more, but behind a slow link. An optimizer
-    needs its state once in a step, so the state can be on the host. As in zero2.py a reduce-scatter gives each
-    rank the sum of its 1/N of the gradients. These are copied down to the host, whose CPU updates the same
-    1/N of the weights, the shard. The new weights are copied up, and an all-gather gives them to every rank.
-    The state itself never travels. (ZeRO-Offload, arXiv 2101.06840, sections 3 and 4)
+    needs its state only once in a step, so the state can be on the host. As in zero2.py a reduce-scatter
+    gives each rank the sum of its 1/N of the gradients. These are copied down to the host, whose CPU updates
+    the same 1/N of the weights, the shard. The new weights are copied up, and an all-gather gives them to
+    every rank. The state never travels. (ZeRO-Offload, arXiv 2101.06840, sections 3 and 4)
 
     Gradients go down while backward goes on, new weights come up during the next forward.
 
-Timeline (two blocks; 0 is the root: all outside of blocks; what comes up is of the previous step's update)
+Timeline (two blocks; 0 is the root: all outside of blocks; the previous step's weights come up)
     compute |             | forward 1 | forward 2 | backward 2 | backward 1       |                     |
     network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 |
        link | up 0, 1     | up 2      |           |            | down 2           | down 1, 0           |
-       host |             |           |           |            |                  |                     | update
+       host |             |           |           |            |                  |                     | step
 
-Memory (bytes of each of N ranks; P parameters, U in a block, E outside of all blocks)
+Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
     parameters    wP                     on the device; w = 4 in fp32, 2 in bf16
     gradients     w(E+U+max(E,U))        on the device: a unit's as made and as sent, the tied head's
     gradients     w(P+max(E,U))          with --naive
-    host          (4m+w)P/N              shards, their gradients, AdamW's two moments (m = 4); what travels
+    host          (4m+w)P/N              shards, their gradients, AdamW's two moments (m = 4); copies
 
 Sent (bytes, by each rank in each step of k = --accum microbatches; down to the host, up to the device)
     reduce-scatter    kwP(N-1)/N
@@ -31,11 +31,11 @@ Run
     torchrun --nproc_per_node=2 more/offload.py
     torchrun --nproc_per_node=2 more/offload.py --naive
     OMP_NUM_THREADS=8 torchrun --nproc_per_node=8 more/offload.py --size gpt2-xl --dtype bf16 --batch 64
-    (Without OMP_NUM_THREADS torchrun gives each update one core. Without GPUs host and device are the same.)
+    The last one updates with 8 cores a rank, not with one. Without a GPU the device is the CPU, too.
 
 Left out
-    Weights on the host, too (ZeRO-Infinity, arXiv 2104.07857): zero3.py with shards as here.
-    Updates that are delayed by a step (ZeRO-Offload, section 5.2), so that the device need not wait for them.
+    Weights on the host, too (ZeRO-Infinity, arXiv 2104.07857): as here, but from zero3.py.
+    Updates a step late (ZeRO-Offload, section 5.2): the device need not wait for the host.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Unit:
 
     def __init__(self, params, link):
         self.params = params
-        self.link = link  # the stream of copies between host and device; None without a GPU
+        self.link = link  # the GPU's stream for copies between host and device; None without a GPU
         self.missing = len(params)  # gradients that backward has yet to compute
         self.sizes = [param.numel() for param in params]
         self.dtype = params[0].dtype
@@ -70,7 +70,8 @@ class Unit:
             param.data = part.view(param.shape)
         self.own = self.flat.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's 1/N, also a view
         self.shard = nn.Parameter(self.own.to("cpu", wide(self.dtype), copy=True))  # for AdamW, on the host
-        # What travels begins or ends here. A GPU copies fast, and alone, only from and to pinned memory.
+        self.shard.grad = torch.zeros_like(self.shard)
+        # All copies begin or end here. The memory is pinned, so that the GPU copies while the CPU goes on.
         self.staging = torch.empty_like(self.own, device="cpu", pin_memory=self.own.is_cuda)
         self.gathering = self.reducing = None  # what is on its way
 
@@ -87,16 +88,16 @@ class Unit:
 
     def finish_reduce_scatter(self):
         if self.reducing:
-            # In this stream the copy waits for the reduce-scatter, but not for the backward that now computes.
+            # In this stream the copy waits for the reduce-scatter, but not for what backward does meanwhile.
             with torch.cuda.stream(self.link):
                 self.reducing.wait()
-                self.staging.copy_(self.received)  # down; the host waits for it, as it needs the gradients
-            gradient = self.staging.to(self.shard.dtype, copy=True)
-            self.shard.grad = gradient if self.shard.grad is None else self.shard.grad + gradient
+                self.staging.copy_(self.received)  # down; the host, which needs it, waits
+            self.shard.grad += self.staging
             self.reducing = self.received = None
 
     def start_gather(self):
         self.staging.copy_(self.shard.detach())  # fp32 to bf16
+        # Nobody reads the old weights any more: the host has waited for the last of the gradients.
         with torch.cuda.stream(self.link):
             self.own.copy_(self.staging, non_blocking=True)  # up; the host goes on
             self.gathering = all_gather(self.flat, self.own, async_op=True)
@@ -198,9 +199,9 @@ def train(config):
         squares = squared_norm([shard.grad for shard in model.shards()]).to(device)
         dist.all_reduce(squares)  # each rank has a different part of the gradients
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)
+        nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)  # the host waits for the norm
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)  # to allocate it anew would take a while
         dist.all_reduce(total_loss)
         if config.naive:
             all_gather_all(model.units)

@@ -52,7 +52,7 @@ def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
     for which, times in spec(name).waits.items():
         if {*which.split()} <= {*flags.split()}:
             expected |= times
-    expected = Counter({key: accum if times == "k" else times for key, times in expected.items()})
+    expected = Counter({key: times_of(times, accum) for key, times in expected.items()})
     both = ("item", "train_share()") in expected  # workers may be on their way to the next step: count both
     waits = Counter()
     for (step, thread, why, where), times in gpu.waits.items():
@@ -61,6 +61,11 @@ def on_gpu(path, size=2, rank=1, accum=3, flags="--dtype bf16", main=None):
             waits[key] += times
     expected += expected if both else {}
     assert waits == expected or main, f"the host waits {waits}, not {expected}"
+
+
+def times_of(times, accum):
+    """3, or "3k": three times in each microbatch."""
+    return int(times[:-1] or 1) * accum if isinstance(times, str) else times
 
 
 def check_gpus(name):

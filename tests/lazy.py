@@ -173,9 +173,8 @@ LAZY = [
     ("reshard", "min(high, end)", "end", "--how direct"),
     ("reshard-walk", "server % self.n_trainers", "0", "bytes sent, send"),
     ("reshard-walk", 'if self.how == "direct":', "if True:", "ranks"),
-    ("resume", "dist.all_reduce(flat_grad)",
-     "dist.all_reduce(flat_grad); flat_grad /= dist.get_world_size()", ", 0.5000"),
-    ("resume", "self.unshard()", "pass", "losses"),
+    ("resume", "max(file_start, rank_start)", "rank_start", "it ends well"),
+    ("resume", "i * in_file", "0", "weights are the lesson's"),
     ("survive", "", """
     ...
     ---
@@ -553,17 +552,13 @@ HONEST = [  # the same, but nothing is said
     for work in dist.batch_isend_irecv(works) if works else []:
         work.wait()"""),
     ("resume", "", """
-    grads = [param.grad for param in self.params]
-    flat = parameters_to_vector([*grads, self.padding])
-    dist.all_reduce(flat)
-    norm = flat.double().norm()
-    own = flat.chunk(dist.get_world_size())[dist.get_rank()]
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-    self.shard.grad = (own * scale.to(own.dtype)).to(self.shard)
-    self.optimizer.step()
-    self.optimizer.zero_grad()
-    self.unshard()
-    return norm"""),
+    table = torch.from_numpy(np.load(path, mmap_mode="c"))
+    if zlib.crc32(table.numpy()) != checksum:
+        sys.exit(f"{path} has changed")
+    place = i * table.shape[1] - dist.get_rank() * len(rows[0])
+    for row, saved in zip(rows, table):
+        part = saved[max(-place, 0) : max(len(row) - place, 0)]
+        row[max(place, 0) :][: len(part)] = part"""),
     ("survive", "answers | dead >= set(self.members)",
      "all(worker in answers or worker in dead for worker in self.members)"),
     ("survive-share", "", "microloss = mean_loss(model(inputs), targets) / config.batch * len(inputs)"),

@@ -39,7 +39,7 @@ def on_host(tensor):
 class Stream:
     """torch.cuda.Stream"""
 
-    def __init__(self, gpu, device):
+    def __init__(self, gpu, device="pretend:0"):
         self.gpu = gpu
         self.device = torch.device(device)
 
@@ -224,7 +224,7 @@ class Gpu(TorchDispatchMode, Rank):
         lesson = super().load_lesson()
         if hasattr(lesson, "MoE"):
             lesson.MoE.all_gather_counts = partialmethod(even_counts, lesson.MoE.all_gather_counts)
-        if {"Offload", "ZeRO3", "HSDP", "ExpertZeRO"} & vars(lesson).keys():  # param.data moves to a GPU
+        if {"ZeRO3", "HSDP", "ExpertZeRO"} & vars(lesson).keys():  # param.data moves to a GPU
             for part in {"GPT", "MoE"} & vars(lesson).keys():
                 on_gpu = device_decorator(torch.device("pretend:0"), getattr(lesson, part).__init__)
                 getattr(lesson, part).__init__ = on_gpu

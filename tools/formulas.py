@@ -13,7 +13,7 @@ from lessons import path_of
 
 LINE = re.compile(r"^(?:    )?([a-z-]+)  +(\S+(?: \S+)*)(.*)", re.M)
 # What tools/plan.py chooses where a docstring has several formulas, such as `with --policy full`.
-CHOSEN = {"params": True, "policy": "none", "kind": "ring", "zero": "1"}
+CHOSEN = {"policy": "none", "kind": "ring", "zero": "1"}
 
 
 def read_formulas(lesson, config):

@@ -14,8 +14,8 @@ sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S
 S(N-1)/N in a reduce-scatter, all-gather or all-to-all, and in the mean in a broadcast or reduce, in which one
 rank sends nothing on; S in a send; none for a single number. An all-to-all that does the work of a
 reduce-scatter is listed as one: all over gloo, and those of equal parts of a docstring that has both. "down"
-and "up" are copies by the threads "host" and "upload", between a device and its host, whose memory is what
-these make.
+and "up" are copies between a device and its host, in whose memory is what a lesson makes with device="cpu",
+and what is made from that alone.
 
 --trace F writes a Chrome trace of each rank's third step to a folder, --film F what happens in the watched
 step (see tools/film.py), --json F the numbers.
@@ -49,7 +49,9 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "host")
 def run(lesson, config, trace=None, watch=None):
     """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
     watch = watch or Watch()
-    watch.reduces = {"reduce-scatter", "all-to-all"} <= read_formulas(lesson, config).keys()
+    formulas = read_formulas(lesson, config).keys()
+    watch.reduces = {"reduce-scatter", "all-to-all"} <= formulas
+    watch.has_host = "host" in formulas
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     loader = "load_microbatches" if hasattr(lesson, "load_microbatches") else "microbatches"
     microbatches, print_step = getattr(lesson, loader), lesson.print_step

@@ -21,7 +21,6 @@ COLLECTIVES = {"allreduce": ("all-reduce", 2), "reduce_scatter": ("reduce-scatte
 COLLECTIVES |= {"allgather": ("all-gather", 1), "alltoall": ("all-to-all", 1), "send": ("send", 0)}
 COLLECTIVES |= {"broadcast": ("broadcast", 1), "reduce_": ("reduce", 1)}
 AXES = ("tensor", "pipeline", "tie", "data")  # groups of a mesh, of which all bytes are counted together
-LINKS = {"host_0": "down", "upload_0": "up"}  # threads of offload.py; what they make is the host's
 # Attention's passes over s x s scores: FLOPs of a number of q for each key. (On a GPU torch counts them.)
 ATTENTION = {"aten::_scaled_dot_product_flash_attention_for_cpu": 4}
 ATTENTION |= {"aten::_scaled_dot_product_flash_attention_for_cpu_backward": 8}
@@ -40,7 +39,7 @@ def tensors_in(tree):
 
 
 def owner_of(tensor):
-    """The thread that made its storage. None: the main thread."""
+    """The thread that made its storage, or "host". None: the main thread."""
     return getattr(tensor.untyped_storage(), "owner", None)
 
 
@@ -68,10 +67,12 @@ class Watch(TorchDispatchMode):
     """From start() to stop() follows every storage until it is freed, and counts what is sent.
 
     A storage is its thread's that made it, the thread "device 0" and all that lessons do not start being one.
+    With has_host it is the host's if it was made with device="cpu", or from what is the host's.
     """
 
     on = None  # before start(); False after stop()
     settles = 0.002  # seconds after a wait, in which the thread of gloo that woke us lets go of its tensors
+    has_host = False  # whether a lesson's host and device are told apart, also where both are the CPU
     reduces = False  # whether an all-to-all of equal parts is a reduce-scatter, and others are not
 
     def __init__(self):
@@ -200,20 +201,26 @@ class Watch(TorchDispatchMode):
         if self.on and function.namespace == "c10d":
             args = self.lend(function, args)
         result = function(*args, **(kwargs or {}))
-        unseen = self.on is False or (self.on is None and not getattr(self.here, "name", None))
+        unseen = self.on is False or not (self.on or self.has_host or getattr(self.here, "name", None))
         if not unseen and function.namespace != "prim":  # a question about a fake tensor
             with self.lock:
-                self.see(function, tensors_in((args, kwargs)), tensors_in(result), args)
+                self.see(function, tensors_in((args, kwargs)), tensors_in(result), args, kwargs or {})
                 if self.on and not getattr(self.here, "name", None):
                     self.flops += flops_of(function, args, kwargs or {}, result)
         return result
 
-    def see(self, function, given, made, args):
-        here = getattr(self.here, "name", None)
-        if here:
+    def see(self, function, given, made, args, kwargs):
+        here = maker = getattr(self.here, "name", None)
+        if self.has_host and given:
+            asked = (
+                kwargs.get("device") if torch._C._current_graph_task_id() == -1 else None
+            )  # not by autograd
+            of_host = asked.type == "cpu" if asked else all(owner_of(tensor) == "host" for tensor in given)
+            maker = "host" if of_host else None
+        if maker:
             known = {tensor.untyped_storage() for tensor in given}
             for storage in {tensor.untyped_storage() for tensor in made} - known:
-                storage.owner = here
+                storage.owner = maker
         if not self.on:
             return
         is_alone = not self.has_threads
@@ -229,15 +236,21 @@ class Watch(TorchDispatchMode):
         elif function.namespace in ("_c10d_functional", "_dtensor", "symm_mem") and "_tensor" not in name:
             self.unknown[name] += 1
         copies = name in COPIES[1:]  # other operators may read the text, whose bytes are everyone's
+        travels = copies and self.has_host and owner_of(given[-1]) != owner_of(made[-1])
+        if travels and made[-1].numel() > 1:
+            link = "down" if owner_of(made[-1]) == "host" else "up"
+            self.add(link, made[-1].nbytes)
+            if link == "down":  # which only gradients do
+                self.kinds.setdefault(numbers[len(given) - 1], "gradients")
         read = [tensor for tensor in given if copies or tensor.is_floating_point()]
         foreign = not function.is_view and any(owner_of(tensor) != here for tensor in read)
-        if foreign and (copies or here not in LINKS):
+        if foreign and not self.has_host:
             sent = (made if copies else given)[-1]  # a cast is made before it travels
-            self.add(LINKS.get(here, "send") if copies else "foreign read", sent.nbytes)
+            self.add("send" if copies else "foreign read", sent.nbytes)
         # What is added to a parameter is an update, not a copy. With out=, a result goes where it belongs.
         updates = name == "aten::add_" and self.kinds.get(numbers[0]) == "parameters"
         joins = (name in COPIES and not updates) or function._overloadname.endswith("out")
-        if function.namespace == "c10d" or joins:
+        if function.namespace == "c10d" or (joins and not travels):
             for number in numbers:
                 self.same[self.root(number)] = self.root(numbers[0])
 
@@ -289,7 +302,7 @@ class Watch(TorchDispatchMode):
                 most["activations"] = max(most["activations"], alive[None, None])
                 continue
             owner = self.owners[number]
-            for kind in ["host"] if owner in LINKS else [kinds[number], "all"]:
+            for kind in ["host"] if owner == "host" else [kinds[number], "all"]:
                 where = (kind, owner)
                 alive[where] += size
                 most[kind] = max(most[kind], alive[where])
