@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 bench/checkpoints.py [--rounds 5] [--size small --batch 8 ...]
 
-Both save weights and AdamW's moments and sync their files. Both then load them, up to the weights in the
-model, which must be those that were saved.
+Both save weights and AdamW's moments, and sync no file. Both then load them, up to the weights in the model,
+which must be those that were saved.
 """
 
 import argparse
@@ -25,25 +25,28 @@ from bench import batches_of, finish, load
 
 def jobs_of(lesson, config, device, batches):
     """({"save" or "load": (our job, torch's)}, each a function of a folder; (our, torch's) weights)."""
-    model = new_model(lesson, config, device)
-    optimizer = lesson.OPTIMIZERS[config.optim]
-    own = lesson.ShardedOptimizer(list(model.parameters()), optimizer, lr=config.lr, fused=True)
+    unit = lesson.Unit(list(new_model(lesson, config, device).parameters()))
+    adam = lesson.make_state(torch.optim.AdamW([unit.shard]), unit.shard)
+    rows = [unit.shard.detach(), adam["exp_avg"], adam["exp_avg_sq"]]
+    checkpoint = lesson.Checkpoint(config)
     peer = fsdp2(False, lesson, config, device)
     peer.step(batches)  # which makes its optimizer's state
     names = "model", "optimizer"
     state = dict(zip(names, get_state_dict(peer.model, peer.optimizer)))
-    group = dist.new_group(backend="gloo")
 
     def save_ours(folder):
         folder.mkdir(exist_ok=True)
-        lesson.save(folder, [], 2, group, 1, own.state.cpu().numpy().copy())
+        checkpoint.folder = folder
+        checkpoint.start_save(1, rows)
+        checkpoint.finish_save()
 
     def save_theirs(folder):
-        dcp.save(state, checkpoint_id=folder)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))
 
     def load_ours(folder):
-        lesson.load(folder, [], group, own.state, own.numel)
-        own.unshard()
+        checkpoint.folder = folder
+        checkpoint.load(rows)
+        unit.gather()
 
     def load_theirs(folder):
         state = dict(zip(names, get_state_dict(peer.model, peer.optimizer)))
@@ -51,7 +54,7 @@ def jobs_of(lesson, config, device, batches):
         options = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(peer.model, peer.optimizer, **options)
 
-    weights = [own.flat_param], [param.detach().to_local() for param in peer.model.parameters()]
+    weights = [unit.flat], [param.detach().to_local() for param in peer.model.parameters()]
     return {"save": (save_ours, save_theirs), "load": (load_ours, load_theirs)}, weights
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import conftest
-from tests.harness import NO_NAMESPACES, ROOT, load
+from tests.harness import NO_NAMESPACES, ROOT, TINY, apart, load, train
 
 # A python3 of some version that lacks some module; its venv has pip, whose install brings all.
 FAKE = """#!/bin/sh
@@ -264,6 +264,17 @@ def test_hosts_leave_nothing_behind(name, twice, tmp_path):
     while (left := processes_of(run.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left and f"rz{number}" not in subprocess.getoutput("ip netns list; ip -br link"), left
+
+
+@pytest.mark.skipif(NO_NAMESPACES, reason="needs Linux, root, ip and tc")
+def test_two_hosts_print_single_pys_losses():
+    """As docs/cluster.md starts them by hand, in network namespaces."""
+    command, flags = ["bench/hosts.sh", "2", "1gbit", "--", "zero3.py"], f"{TINY} --dtype fp64".split()
+    options = {"cwd": ROOT, "env": os.environ | {"PYTHON": sys.executable}, "timeout": 200}
+    job = subprocess.run([*command, *flags], capture_output=True, text=True, **options)
+    losses = [float(loss) for loss in re.findall(r"^step .*? loss ([\d.]+)", job.stdout, re.M)]
+    alone, _ = train("single", 1, " ".join(flags))
+    assert len(losses) == 3 and apart(losses, alone["losses"]) < 6e-5, job.stdout + job.stderr
 
 
 def processes_of(group):

@@ -2,8 +2,8 @@
 
 What is special to a lesson stands in its tests/test_NAME.py: RUN and PLAIN (see tools/lessons.py), WITH,
 flags of all runs, also of the plain loop's, SLACK, how many times the lesson's bytes a file may hold (1.25),
-LEARN, further runs, divided by ";", that are compared with the lesson's own (the default is one in bf16), and
-NORMS, if gradient norms are not the plain loop's.
+LEARN, further runs, divided by ";", that are compared with the lesson's own (the default is one in bf16; A &&
+B: A on 2 ranks, then B on 3, in the same folder), and NORMS, if gradient norms are not the plain loop's.
 """
 
 import faulthandler
@@ -195,15 +195,18 @@ def run(path, command, size=1, flags=""):
 
 
 @functools.cache
-def run_alone(path, command):
-    """{"weights"} of a file that starts its own workers, or {"error"}."""
+def run_alone(path, commands):
+    """{"weights"} of a file that starts its own workers, or of the last of commands in turn, or {"error"}."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*FLAGS, *command.partition(" LESSON")[2].split(), "--save", f"{folder}/weights"]
-        try:
-            command = [sys.executable, path, *flags]
-            subprocess.run(command, check=True, capture_output=True, timeout=2 * SECONDS)
-        except subprocess.SubprocessError as error:  # another exit code, or too late
-            return {"error": f"{error}".replace(f"{command}", "it")}
+        for ranks, command in enumerate(commands.split(" && "), 2):
+            program, flags = command.split(" LESSON")
+            torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+            launch = [sys.executable, *torchrun * (program == "torchrun"), path]
+            command = [*launch, *FLAGS, *flags.split(), "--save", f"{folder}/weights"]
+            try:
+                subprocess.run(command, check=True, capture_output=True, timeout=2 * SECONDS, cwd=folder)
+            except subprocess.SubprocessError as error:  # another exit code, or too late
+                return {"error": f"{error}".replace(f"{command}", "it")}
         return {"weights": torch.load(f"{folder}/weights")}
 
 
@@ -231,7 +234,7 @@ def promises(path, lesson):
     more = special(lesson, "LEARN")
     for each in (more or f"{command} --dtype bf16").split("; "):
         where = f"with{each.partition(' LESSON')[2]}"
-        alone = more and each.startswith("python")
+        alone = more and (each.startswith("python") or " && " in each)
         runs = [run_alone(file, each) if alone else run(file, each, size, shared) for file in (path, own)]
         yield f"{where}: it ends well", runs[0].get("error")
         if alone:
