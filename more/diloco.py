@@ -2,12 +2,12 @@
 
 Idea
     In ddp.py ranks exchange gradients in each step, so they need fast links. Here they exchange something
-    once in H steps, and may be far apart. All start from the same weights, the outer weights. Each rank
-    trains its replica on its own part of each batch, with an optimizer of its own. After H steps the outer
-    weights minus the rank's are its outer gradient: how far it has moved. An all-reduce averages these, and a
-    second optimizer, SGD with Nesterov momentum, updates the outer weights, the same on all ranks. From there
-    all go on. (DiLoCo, arXiv 2311.08105, algorithm 1; with outer lr 1 and no momentum it averages the
-    weights, as local SGD does, arXiv 1805.09767)
+    once in H steps (--inner-steps), and may be far apart. All start from the same weights, the outer weights.
+    Each rank trains its replica on its own part of each batch, with an optimizer of its own. After H steps
+    the outer weights minus the rank's are its outer gradient: how far it has moved, with the sign that an
+    optimizer subtracts. An all-reduce averages these, and a second optimizer, SGD with Nesterov momentum,
+    updates the outer weights, the same on all ranks. (DiLoCo, arXiv 2311.08105, algorithm 1; with outer lr 1
+    and no momentum it averages the weights, as local SGD does, arXiv 1805.09767)
 
     Most lessons compute what single.py computes, in another way. This one does not: losses differ.
 
@@ -24,8 +24,8 @@ Memory (bytes on each of N ranks; P parameters)
     optimizer     2mP           with --inner-steps 0
 
 Sent (bytes, by each rank in H steps)
-    all-reduce    2mP(N-1)/N    ddp.py sends 2wP(N-1)/N in each step
-    all-reduce    2wP(N-1)/N    with --inner-steps 0
+    all-reduce    2mP(N-1)/N    and the loss, one number a step
+    all-reduce    2wP(N-1)/N    with --inner-steps 0: in each step
 
 Run
     torchrun --nproc_per_node=2 more/diloco.py
@@ -58,7 +58,7 @@ def average(tensor):
 
 
 def naive(params):
-    """After each backward. With this, all ranks make the same update, and are one."""
+    """After each backward. So all ranks make the same update and stay identical."""
     for param in params:
         average(param.grad)
 
@@ -77,7 +77,7 @@ class DiLoCo:
     @torch.no_grad()
     def exchange(self):
         for outer, param in zip(self.outer, self.inner.masters):
-            # An optimizer subtracts a gradient. With lr 1 and no momentum: outer - (outer - param) = param.
+            # An optimizer subtracts its gradient: with lr 1 and no momentum this leaves the mean of params.
             outer.grad = outer - param
             average(outer.grad)
         self.sgd.step()
@@ -106,10 +106,10 @@ def train(config):
         norm = squared_norm([param.grad for param in params]).sqrt()
         nn.utils.clip_grads_with_norm_(params, config.clip, norm)
         optimizer.step()  # which sets the gradients to None, too
-        # After the last step ranks differ, if there is no exchange.
+        # The last round may be shorter: only an exchange makes ranks equal.
         if config.inner_steps and (step % config.inner_steps == 0 or step == config.steps):
             diloco.exchange()
-        average(total_loss)  # one number, to be printed; over slow links one would print the rank's own
+        average(total_loss)  # to be printed; over slow links, each would print its own
         print_step(config, step, total_loss, norm, started)
     if config.save and rank == 0:
         torch.save(model.state_dict(), config.save)

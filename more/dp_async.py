@@ -6,21 +6,21 @@ Idea
 
     bsp (bulk-synchronous): all wait for all. The N pushes of a step, summed, make one update, as in ddp.py.
     One slow worker makes all of them slow.
-    asp (asynchronous): nobody waits. Each push makes an update of its own. If others came since its pull, it
-    is stale: a gradient of older weights than those that it updates. (Dean et al., Large Scale Distributed
-    Deep Networks, NIPS 2012, section 4.1)
+    asp (asynchronous): nobody waits for another worker. Each push makes an update of its own. If other
+    updates came after its pull, the gradient is stale: computed on older weights than those that it updates.
+    (Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 4.1)
     ssp (stale-synchronous): a worker may pull if it is at most S pushes (--staleness) ahead of the slowest.
     (Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013)
 
-    Here the server and the workers are threads of one process.
+    Here the server and the workers are threads of one process. (naive: bsp, with one thread for all workers)
 
-Timeline (asp; worker 1 is slower)
-      server | sends                       | update | sends                | update |      | update |
-    worker 0 | pull | forward and backward | push   | pull | forward and backward | push |
-    worker 1 | pull | forward and backward                                        | push   | pull ...
+Timeline (asp; worker 0 is slower)
+      server | sends |                      | update | sends |                      | update | update |
+    worker 1 | pull  | forward and backward | push   | pull  | forward and backward | push   |
+    worker 0 | pull  | forward and backward                                         |        | push
 
 Memory (bytes of the server, and of each worker; P parameters)
-    parameters    mP      workers wP: w = 4 in fp32, 2 in bf16; m = 4
+    parameters    mP      m = 4; workers wP, w = 4 in fp32, 2 in bf16
     gradients     mP      workers wP
     optimizer     2mP     workers 0; AdamW's two moments
 
@@ -40,7 +40,6 @@ import argparse
 import copy
 import math
 import os
-import queue
 import sys
 import threading
 import time
@@ -58,7 +57,7 @@ FLAGS = {"mode": ("bsp", "asp", "ssp", "naive"), "workers": 2, "staleness": 2, "
 
 
 class Server:
-    """Has the weights, and updates them. Workers call pull() and push(), train() calls serve_push()."""
+    """Has the weights, and updates them. Workers call wait_turn(), pull(), push(); train() calls serve_push()."""
 
     def __init__(self, module, config):
         self.module = module
@@ -66,28 +65,32 @@ class Server:
         self.optimizer = torch.optim.AdamW(module.parameters(), config.lr, fused=True)
         is_synchronous = config.mode in ("bsp", "naive")
         self.pushes_per_update = config.workers if is_synchronous else 1
-        # The one difference: how many pushes a worker may be ahead of the slowest when it pulls.
+        # Who waits for whom: how many pushes a worker may be ahead of the slowest when it pulls.
         self.most_ahead = {"asp": math.inf, "ssp": config.staleness}.get(config.mode, 0)
         self.clocks = [0] * config.workers  # the pushes of each
         self.version = 0  # updates so far
         self.norm = None  # of the last one's gradient
         self.ages = Counter()  # {updates between a pull and its push: how often}
-        self.inbox = queue.Queue()  # pushes that wait for serve_push()
+        self.inbox = []  # pushes that wait for serve_push()
         self.error = None
-        # One thread at a time reads or changes the above: the one that holds this lock. While it waits for
+        # A thread reads or changes weights and the above only while it holds this lock. While it waits for
         # something, it lets go of the lock, and looks again when another one notifies it.
         self.condition = threading.Condition()
 
     def wait_for(self, is_true):
         self.condition.wait_for(lambda: is_true() or self.error)
-        if self.error:  # a worker has failed: end all, or they would wait for it
+        if self.error:  # a thread has failed: end all, or they would wait for it
             raise self.error
 
-    @torch.no_grad()
-    def pull(self, worker, replica):
-        """Copy the weights into the replica, as soon as the worker may go on. Returns their version."""
+    def wait_turn(self, worker):
+        """Wait until the worker is at most so many pushes ahead of the slowest."""
         with self.condition:
             self.wait_for(lambda: self.clocks[worker] <= min(self.clocks) + self.most_ahead)
+
+    @torch.no_grad()
+    def pull(self, replica):
+        """Copy the weights into the replica. Returns their version."""
+        with self.condition:
             for copied, param in zip(replica.parameters(), self.module.parameters()):
                 copied.copy_(param)
             return self.version
@@ -96,18 +99,20 @@ class Server:
         """Hand in the replica's gradients, of weights of this version, and wait until the server has them."""
         with self.condition:
             pushes = self.clocks[worker]
-            self.inbox.put((worker, replica, version, loss))
+            self.inbox.append((worker, replica, version, loss))
+            self.condition.notify_all()
             self.wait_for(lambda: self.clocks[worker] > pushes)
         replica.zero_grad()
 
     def serve_push(self):
-        """Add a push to the gradients. The last push of an update makes it. Returns the push's loss."""
-        worker, replica, version, loss = self.inbox.get()
+        """Add a push to the gradients; after pushes_per_update, update. Returns the push's loss."""
         with self.condition:
+            self.wait_for(lambda: self.inbox)
+            worker, replica, version, loss = self.inbox.pop(0)
             self.ages[self.version - version] += 1
             for copied, param in zip(replica.parameters(), self.module.parameters()):
                 gradient = copied.grad.to(param.device, copy=True).to(param.dtype)
-                param.grad = gradient if param.grad is None else param.grad + gradient
+                param.grad = gradient if param.grad is None else param.grad.add_(gradient)
             self.clocks[worker] += 1
             if sum(self.clocks) % self.pushes_per_update == 0:
                 self.update()
@@ -130,12 +135,13 @@ class Server:
 
 def train_share(server, worker, replica, step, config):
     """What a worker does: pull, forward and backward of its part of the step's batch, push."""
+    server.wait_turn(worker)
+    batches = microbatches(config, step, replica.norm.weight.device, worker, config.workers)
+    version = server.pull(replica)
     started = time.perf_counter()
-    version = server.pull(worker, replica)
     total_loss = 0
-    device = replica.norm.weight.device  # the worker's
-    for inputs, targets in microbatches(config, step, device, worker, config.workers):
-        # An update is the mean of its pushes' microbatches. So each is divided by their number.
+    for inputs, targets in batches:
+        # An update is the mean over the microbatches of its pushes. So each loss is divided by their number.
         loss = mean_loss(replica(inputs), targets) / (config.accum * server.pushes_per_update)
         loss.backward()
         total_loss += loss.detach()
@@ -183,12 +189,15 @@ def train(config):
     with ThreadPoolExecutor(config.workers) as threads:
         for device, tasks in zip(devices, divide(steps, range(config.workers))):
             threads.submit(work, server, tasks, device, config)
-        for step in steps:
-            started = time.perf_counter()
-            total_loss = 0
-            for _ in range(config.workers):  # in asp and ssp these are any pushes
-                total_loss += server.serve_push() * server.pushes_per_update / config.workers
-            print_step(config, step, torch.tensor(total_loss, dtype=torch.float64), server.norm, started)
+        try:
+            for step in steps:
+                started = time.perf_counter()
+                pushes = [server.serve_push() for _ in range(config.workers)]  # in asp and ssp any N
+                total_loss = sum(pushes) * server.pushes_per_update / config.workers
+                print_step(config, step, torch.tensor(total_loss, dtype=torch.float64), server.norm, started)
+        except BaseException as error:
+            server.fail(error)
+            raise
     print(f"updates between a pull and its push: {dict(sorted(server.ages.items()))}")
     if config.save:
         torch.save(model.to(DTYPES[config.dtype]).state_dict(), config.save)

@@ -1,17 +1,17 @@
-"""HSDP: ZeRO-3 inside each node; the nodes hold replicas, and sum up the gradients of their shards.
+"""HSDP, hybrid sharding: ZeRO-3 inside each node; nodes hold replicas, and all-reduce gradients.
 
 Idea
-    In zero3.py each block's weights come from all ranks, also over slow links between nodes, twice in each
-    microbatch. Here only the F ranks of a node share the weights, as in zero3.py. The nodes are replicas, as
-    the ranks of ddp.py are: once in a step an all-reduce sums each shard's gradient over them. So between
-    nodes a rank sends 1/F of what it sends in ddp.py. (FSDP, arXiv 2304.11277, section 3.2.2)
+    In zero3.py each block's weights come from all ranks, twice in each microbatch, even over slow links
+    between nodes. Here only the F ranks of a node share the weights. The nodes are replicas, as the ranks of
+    ddp.py are: once in a step an all-reduce sums each shard's gradient over them. A shard is 1/F of the
+    model, so a rank all-reduces 1/F of what it does in ddp.py. (FSDP, arXiv 2304.11277, section 3.2.2)
 
-Timeline (three blocks, the last microbatch; the root, 0, waits for all)
-    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1
+Timeline (three blocks, the last microbatch; gathers of the root and block 1 come before)
+    compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1 ...
     in node | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
     between |           |           |           |            |                            | all-reduce 3
 
-Memory (bytes on each of N ranks, F in a node; P parameters, U in a block, E outside of all blocks)
+Memory (bytes on each of N ranks, F = --shard in a node; P parameters, U in a block, E outside of all blocks)
     parameters    mP/F+w(E+2U)             the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
     gradients     mP/F+w(E+U+max(E,U))     the shards' (m = 4), a unit's as made and as sent, the tied head's
     optimizer     2mP/F                    AdamW's two moments
@@ -22,12 +22,12 @@ Sent (bytes, by each rank in each step of k = --accum microbatches)
     all-reduce        2m(P/F)(N-F)/N            between nodes, once in a step
 
 Run
-    torchrun --nproc_per_node=4 more/hsdp.py
-    torchrun --nproc_per_node=4 more/hsdp.py --naive         # nothing computes while nodes sum up
-    torchrun --nproc_per_node=8 more/hsdp.py --shard 4 --size gpt2-xl --dtype bf16 --batch 64
+    torchrun --nproc_per_node=4 more/hsdp.py          # by default, ranks are taken for two nodes
+    torchrun --nproc_per_node=4 more/hsdp.py --naive  # nothing is computed while gradients cross nodes
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-endpoint=HOST:29500 more/hsdp.py --shard 8 --size gpt2-xl
 
 Left out
-    What zero3.py leaves out; blocks that one backward reaches twice (checkpointed with use_reentrant=True).
+    What zero3.py leaves out. A block used twice, each time in a reentrant checkpoint.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Unit:
     """Parameters that travel together: a block's, or those outside of all blocks, the root."""
 
     def __init__(self, params, device, groups):
-        self.node, self.replicas = groups
+        self.node, self.replicas = groups  # see train()
         self.params = params
         self.missing = len(params)  # gradients that backward has yet to compute
         self.sizes = [param.numel() for param in params]
@@ -66,7 +66,7 @@ class Unit:
         self.free()  # drops the parameters' own memory
 
     def flatten(self, tensors):
-        padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size(self.node))  # to equal shards
+        padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size(self.node))  # for equal shards
         return torch.cat([*(tensor.detach().flatten() for tensor in tensors), padding])
 
     def start_reduce_scatter(self):
@@ -84,7 +84,7 @@ class Unit:
             self.reducing = self.received = None
 
     def start_all_reduce(self):
-        assert not self.summing, "gradients of a block that have been sent already"
+        assert not self.summing, "a block's gradients came twice in one backward"
         self.summing = dist.all_reduce(self.shard.grad, group=self.replicas, async_op=True)
 
     def finish_all_reduce(self):
@@ -117,7 +117,7 @@ class Unit:
 
 
 def naive(units):
-    """After the last backward. But nothing is computed while these travel."""
+    """All-reduce after the last backward: nothing is computed meanwhile."""
     for unit in units:
         unit.start_all_reduce()
 
@@ -145,7 +145,7 @@ class HSDP(nn.Module):
             unit.free()
         self.direction = 1
         self.gather(self.root)
-        # Or autograd would hold the weights, and free() would free nothing: see zero3.py.
+        # Otherwise autograd would hold the weights, and free() would free nothing: see zero3.py.
         with torch.autograd.graph.saved_tensors_hooks(self.note, self.restore):
             output = self.module(*inputs)
         self.direction = -1
@@ -195,7 +195,7 @@ class HSDP(nn.Module):
             unit.free()
 
     def finish_reduce_scatters(self):
-        """Called after each microbatch's backward, too."""
+        """Called after each backward, too: the next one is to all-reduce only what is complete."""
         for unit in self.units:
             if unit.reducing:
                 unit.finish_reduce_scatter()
@@ -241,7 +241,7 @@ def train(config):
         for unit in model.units:
             unit.finish_all_reduce()
         squares = squared_norm([shard.grad for shard in model.shards()])
-        dist.all_reduce(squares, group=node)  # each rank of a node has a different part
+        dist.all_reduce(squares, group=node)  # its ranks have different parts; nodes have the same
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)
         optimizer.step()

@@ -1,14 +1,15 @@
 """Noise scale: how large a batch should be, from gradients that the ranks of ddp.py have anyway.
 
 Idea
-    A batch's gradient is the true gradient G, of all data, plus noise; of B sequences the noise has 1/B of
-    one sequence's variance S. So its squared norm is |G|^2 + S/B on average. While noise outweighs G, a batch
-    twice as large is worth two steps; when G outweighs noise, it is worth little more than one. Both are
-    equal at B = S/|G|^2, the noise scale: beyond it, more ranks save little time. (An Empirical Model of
-    Large-Batch Training, arXiv 1812.06162, section 2.2)
+    A batch's gradient is the true gradient G, of all data, plus noise. S is the variance of one sequence's
+    gradient, summed over all parameters; of a mean over B sequences it is S/B. So the squared norm is |G|^2 +
+    S/B on average. While S/B is the larger part, a batch twice as large is worth two steps; when |G|^2 is,
+    little more than one. They are equal at B = S/|G|^2, the noise scale: beyond it, more ranks save little
+    time. (An Empirical Model of Large-Batch Training, arXiv 1812.06162, section 2.2)
 
-    |G|^2 and S are two unknowns, so two sizes of batch give them. Each rank of ddp.py has the gradient of its
-    own part of the batch, before the all-reduce, and that of the whole batch, after it. (Appendix A.1)
+    |G|^2 and S are two unknowns, so two batch sizes, two equations, give them. Each rank of ddp.py has the
+    gradient of its own part of the batch, before the all-reduce, and that of the whole batch, after it.
+    (Appendix A.1)
 
 Timeline
     compute | forward | backward | own norm |            | norm of the sum, update
@@ -29,8 +30,8 @@ Run
     torchrun --nproc_per_node=8 more/noise_scale.py --size gpt2-xl --dtype bf16 --batch 64 --steps 200
 
 Left out
-    Buckets and overlap (ddp.py): each bucket's norm could be taken as it leaves. The Hessian, by which the
-    paper weighs S and G in its exact form. One rank alone has nothing to compare, but with --naive.
+    Buckets and overlap (ddp.py): each bucket's norm could be taken as it leaves. The exact noise scale, which
+    needs the Hessian. A single rank has nothing to compare, except with --naive.
 """
 
 import argparse
@@ -57,13 +58,14 @@ def naive(model, inputs, targets):
     return squares
 
 
-# It has the least variance. But each sequence has a forward and a backward of its own, besides the batch's.
+# The most exact way, as a batch of 1 differs most from the whole. But each sequence has a forward and a
+# backward of its own, besides the batch's.
 
 
 def signal_and_noise(small, big, small_batch, big_batch):
     """Estimates of |G|^2 and S, without bias, from mean squared norms of gradients of two sizes of batch:
     small = |G|^2 + S / small_batch, big = |G|^2 + S / big_batch."""
-    noise = (small - big) / (1 / small_batch - 1 / big_batch)
+    noise = (small - big) / (1 / small_batch - 1 / big_batch)  # the first minus the second, solved for S
     return big - noise / big_batch, noise
 
 
@@ -86,7 +88,7 @@ def train(config):
             if config.naive:
                 small += naive(model, inputs, targets) / config.batch
         if not config.naive:
-            # So far param.grad is 1/world_size of the gradient of this rank's mean loss.
+            # The gradient of this rank's mean loss is world_size times param.grad.
             own = world_size**2 * squared_norm([param.grad for param in params])
             small = own / world_size  # the all-reduce below makes it the mean over ranks
         for param in params:

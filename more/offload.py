@@ -19,7 +19,7 @@ Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all b
     parameters    wP                     on the device; w = 4 in fp32, 2 in bf16
     gradients     w(E+U+max(E,U))        on the device: a unit's as made and as sent, the tied head's
     gradients     w(P+max(E,U))          with --naive
-    host          (4m+w)P/N              shards, their gradients, AdamW's two moments (m = 4); copies
+    host          (4m+w)P/N              shards, their gradients, AdamW's two moments (m = 4); staging buffers
 
 Sent (bytes, by each rank in each step of k = --accum microbatches; down to the host, up to the device)
     reduce-scatter    kwP(N-1)/N
@@ -61,7 +61,7 @@ class Unit:
 
     def __init__(self, params, link):
         self.params = params
-        self.link = link  # the GPU's stream for copies between host and device; None without a GPU
+        self.link = link  # a stream for copies between host and device, or None without a GPU
         self.missing = len(params)  # gradients that backward has yet to compute
         self.sizes = [param.numel() for param in params]
         self.dtype = params[0].dtype
@@ -90,14 +90,14 @@ class Unit:
         if self.reducing:
             # In this stream the copy waits for the reduce-scatter, but not for what backward does meanwhile.
             with torch.cuda.stream(self.link):
-                self.reducing.wait()
-                self.staging.copy_(self.received)  # down; the host, which needs it, waits
+                self.reducing.wait()  # on a GPU this stream waits, not the host
+                self.staging.copy_(self.received)  # down; blocks the host, which needs it
             self.shard.grad += self.staging
             self.reducing = self.received = None
 
     def start_gather(self):
         self.staging.copy_(self.shard.detach())  # fp32 to bf16
-        # Nobody reads the old weights any more: the host has waited for the last of the gradients.
+        # Backward, which read the old weights, has ended: the host has waited for its last gradients.
         with torch.cuda.stream(self.link):
             self.own.copy_(self.staging, non_blocking=True)  # up; the host goes on
             self.gathering = all_gather(self.flat, self.own, async_op=True)
@@ -201,7 +201,7 @@ def train(config):
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(model.shards(), config.clip, norm)  # the host waits for the norm
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # to allocate it anew would take a while
+        optimizer.zero_grad(set_to_none=False)  # reallocating them would be slow
         dist.all_reduce(total_loss)
         if config.naive:
             all_gather_all(model.units)

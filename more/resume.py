@@ -99,9 +99,10 @@ class NaiveCheckpoint:
         for row in rows:
             full = row.new_empty(len(row) * dist.get_world_size())
             all_gather(full, row)
-            table.append(full.cpu())
+            if dist.get_rank() == 0:
+                table.append(full.cpu())
         if dist.get_rank() == 0:
-            torch.save((step, table), self.path)  # the others wait for it in the next step's first collective
+            torch.save((step, table), self.path)  # the others wait for it in the next reduce-scatter
 
     def load(self, rows):
         """Fill this rank's rows. Returns the checkpoint's step, or 0 if there is none."""
@@ -110,7 +111,7 @@ class NaiveCheckpoint:
         step, table = torch.load(self.path)
         for row, full in zip(rows, table):
             own = full[dist.get_rank() * len(row) :][: len(row)]
-            row[: len(own)] = own  # the rest of the last rank's is padding
+            row[: len(own)] = own  # the table may end earlier: the rest is padding
         return step
 
 
@@ -123,9 +124,9 @@ class Checkpoint:
 
     def __init__(self, config):
         self.folder = Path(config.checkpoint)
-        # With another one of these, columns would be other parameters, or the batches would be others.
+        # If one of these differed, so would the columns or the batches. (So with --data, which may be moved.)
         self.flags = {name: getattr(config, name) for name in [*SHAPE, "dtype", "batch", "seed"]}
-        self.group = dist.new_group(backend="gloo")  # for the thread; training uses the other one meanwhile
+        self.group = dist.new_group(backend="gloo")  # the thread's own: a group's collectives come in one order
         self.thread = ThreadPoolExecutor(1)
         self.saving = None
 
@@ -136,7 +137,7 @@ class Checkpoint:
 
     def finish_save(self):
         if self.saving:
-            self.saving.result()  # raises what the thread has raised
+            self.saving.result()  # raises the thread's error, if any
 
     def write(self, step, table):
         draft = self.folder / f"draft-{step:08}"
@@ -148,7 +149,7 @@ class Checkpoint:
             (draft / "manifest.json").write_text(json.dumps({"flags": self.flags, "checksums": checksums}))
             draft.rename(self.folder / f"step-{step:08}")  # now it counts: a step-* is always complete
             for old in sorted(self.folder.glob("step-*"))[:-2]:
-                shutil.rmtree(old.rename(draft))  # killed here, rank 0 leaves half a draft
+                shutil.rmtree(old.rename(draft))  # renamed first: half of it must not count as a step-*
 
     def load(self, rows):
         """Fill this rank's rows. Returns the checkpoint's step, or 0 if there is none."""
@@ -170,7 +171,7 @@ class Checkpoint:
     def read(self, path, i, checksum, rows):
         """Copy the columns that the i-th file and this rank have in common. Of 12 columns, saved by 2 ranks
         and loaded by 3, rank 1 needs 4 to 7: the last two of file 0, and the first two of file 1."""
-        table = np.load(path, mmap_mode="c")  # so far only its shape has been read from the disk
+        table = np.load(path, mmap_mode="c")  # c: writable, as torch wants, but never the file
         in_file, in_rank = table.shape[1], len(rows[0])
         file_start, rank_start = i * in_file, dist.get_rank() * in_rank
         start = max(file_start, rank_start)

@@ -2,14 +2,15 @@
 
 Idea
     In ddp.py all microbatches have equally many tokens, so the mean of their mean losses is the batch's mean.
-    Documents are not equally long. (Here a document is a line: a sequence counts until its first line ends,
-    and the rest is padding.) If each microbatch divides by its own tokens, a token weighs more where there
-    are few. So before the first backward an all-reduce counts the tokens of all ranks; then each microbatch's
-    sum of losses is divided by that.
+    Documents are not equally long. (Here a document is a line: a sequence counts until its first line ends;
+    the targets after it are ignored, as padding would be.) If each microbatch divides by its own tokens, a
+    token in a short one weighs more. So before the first backward an all-reduce counts the tokens of all
+    ranks; then each microbatch's sum of losses is divided by this count.
 
-    Padding is computed for nothing. So --pack puts documents into a row until it is full. A token may attend
-    to its own document alone, and positions begin anew with each. Then all rows have equally many tokens
-    again. (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.2)
+    Computing on padding is wasted work. So documents are packed: put into a row until it is full. As the file
+    is lines in a row, --pack need only use all of them. A token attends only to its own document (The Llama 3
+    Herd of Models, arXiv 2407.21783, section 3.2), and positions restart in each. Then all rows have equally
+    many tokens again, and both ways are the same.
 
 Timeline
     compute | count |            | forward | backward | forward | backward | ... |            | update
@@ -25,12 +26,13 @@ Sent (bytes, by each rank in each step)
 
 Run
     torchrun --nproc_per_node=2 more/uneven.py
-    torchrun --nproc_per_node=2 more/uneven.py --naive      # other losses
+    torchrun --nproc_per_node=2 more/uneven.py --naive      # a mean of means: other losses
     torchrun --nproc_per_node=2 more/uneven.py --pack
 
 Left out
     Buckets and overlap (ddp.py). Kernels that skip hidden scores (FlexAttention): here all are computed.
-    Ranks with different numbers of microbatches: if each communicates, as in zero3.py, all must agree on one.
+    Ranks with different numbers of microbatches: if each communicates, as in zero3.py, all must run the same
+    number. A newline's own prediction, the first token of the next document, counts with --pack.
 """
 
 import argparse
@@ -55,7 +57,7 @@ def naive(logits, targets, n_microbatches):
     return mean_loss(logits, targets) / n_microbatches
 
 
-# But a token in a microbatch of 10 weighs 100 times as much as one in a microbatch of 1000.
+# With this, a token in a microbatch of 10 weighs 100 times as much as one in a microbatch of 1000.
 
 
 def part_of_mean(logits, targets, n_tokens):
@@ -67,14 +69,14 @@ def part_of_mean(logits, targets, n_tokens):
 def one_document(targets):
     """In each row only the first document counts."""
     is_end = targets == NEWLINE
-    earlier_ends = is_end.cumsum(1) - is_end.long()
+    earlier_ends = is_end.cumsum(1) - is_end.long()  # a newline is still of its document
     return targets.masked_fill(earlier_ends > 0, PADDING)
 
 
 def train(config):
     device = join_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = PackedGPT(config, PackedBlock) if config.pack else GPT(config)
+    model = PackedGPT(config, PackedBlock) if config.pack else GPT(config)  # see the end of this file
     model = model.to(device)
     params = list(model.parameters())
     optimizer = MasterWeights(params, config.lr)
@@ -273,7 +275,9 @@ class PackedGPT(GPT):
     def forward(self, tokens):
         is_end = (tokens == NEWLINE).long()
         document = is_end.cumsum(1) - is_end  # the number of each token's document in its row, (b, s)
-        is_visible = (document[:, :, None] == document[:, None, :]).tril()  # row: who looks, (b, s, s)
+        is_visible = (
+            document[:, :, None] == document[:, None, :]
+        ).tril()  # (b, the token that looks, the token seen)
         self.places = is_visible.sum(2) - 1  # how many of its document come before a token
         for block in self.blocks:
             block.is_visible = is_visible[:, None]  # the same for all heads

@@ -19,7 +19,7 @@ LAZY = [
     ("dp_threads", "in self.copies:", "in self.copies[: len(self.copies) // 2]:", "gradient norm of step 1"),
     ("dp_threads", "self.parallel_apply(send, gradient.tensor_split(len(self.devices)), self.devices)",
      "gradient.tensor_split(len(self.devices))", "foreign read"),
-    ("dp_async", "param.grad + gradient", "gradient", "gradient norm"),
+    ("dp_async", "param.grad.add_(gradient)", "gradient", "gradient norm"),
     ("dp_async", "if sum(self.clocks) % self.pushes_per_update == 0:", "if True:", "2 ranks: losses"),
     ("ddp", "config.accum * world_size", "config.accum", ", 2.0000"),
     ("ddp", "world_size", "2", ", 0.5000"),
@@ -169,10 +169,11 @@ LAZY = [
     return ops + "W" * (2 * n_microbatches)""", "bytes held, a"),
     ("parallel_3d", "np.moveaxis(ranks, axis, -1)", "np.moveaxis(ranks, axis, 0)", "ranks"),
     ("parallel_3d", "np.moveaxis(ranks, axis, -1)", "ranks", "ranks"),
-    ("reshard", "(first - low, end - low)", "(first, end)", "--how direct"),
-    ("reshard", "min(high, end)", "end", "--how direct"),
-    ("reshard-walk", "server % self.n_trainers", "0", "bytes sent, send"),
-    ("reshard-walk", 'if self.how == "direct":', "if True:", "ranks"),
+    ("reshard", "(needed >= held[0]) & ", "", "3 ranks"),
+    ("reshard", "", "return torch.arange(-(-sum(map(torch.Size.numel, shapes.values())) // config.trainers))",
+     "4 ranks"),
+    ("reshard-direct", "holder.shard.detach()[places]", "torch.zeros(len(places))", "losses that it prints"),
+    ("reshard-direct", "holder.flat.split(plan)", "holder.flat.clone().split(plan)", "losses that it prints"),
     ("resume", "max(file_start, rank_start)", "rank_start", "it ends well"),
     ("resume", "i * in_file", "0", "weights are the lesson's"),
     ("survive", "", """
@@ -221,8 +222,9 @@ HONEST = [  # the same, but nothing is said
         replica.zero_grad()
     self.outputs = None"""),
     ("dp_async", "", """
-    worker, replica, version, loss = self.inbox.get()
     with self.condition:
+        self.wait_for(lambda: len(self.inbox) > 0)
+        worker, replica, version, loss = self.inbox.pop(0)
         for param, copied in zip(self.module.parameters(), replica.parameters()):
             gradient = copied.grad.to(param.device, copy=True).to(param.dtype)
             param.grad = gradient if param.grad is None else gradient + param.grad
@@ -533,23 +535,24 @@ HONEST = [  # the same, but nothing is said
     groups = {tuple(line): dist.new_group(line, group_desc=name) for line in lines.tolist()}
     return next((groups[line] for line in groups if dist.get_rank() in line), None)"""),
     ("reshard", "", """
-    moved = [(first - low, end - low) for first, end in runs]
-    clipped = [(max(first, 0), min(end, high - low)) for first, end in moved]
-    return [(first, end) for first, end in clipped if end > first]"""),
-    ("reshard-walk", "", """
-    ...
-    ---
-    works, place = [], 0
-    flat = unit.held if self.how == "direct" else unit.flat
-    for sender, receiver, runs in self.messages[unit]:
-        size = sum(end - first for first, end in runs)
-        if sender == self.rank:
-            message = torch.cat([flat[first:end] for first, end in runs]).to(unit.dtype)
-            works.append(dist.P2POp(dist.isend, message, receiver))
-        if receiver == self.rank:
-            works.append(dist.P2POp(dist.irecv, unit.held.data.narrow(0, place, size), sender))
-            place += size
-    for work in dist.batch_isend_irecv(works) if works else []:
+    parts, first = [], 0
+    for name, shape in shapes.items():
+        numbers = first + torch.arange(shape.numel()).view(shape)
+        parts.append(part_of(name, numbers, server, config).reshape(-1))
+        first += shape.numel()
+    needed, size = torch.cat(parts), -(-first // config.trainers)
+    return needed[needed // size == trainer] % size"""),
+    ("reshard-direct", "", """
+    works, begin = [], 0
+    for i, each in enumerate(plan):
+        if isinstance(holder, Server):
+            piece = holder.flat.narrow(0, begin, each)
+            works.append(dist.P2POp(dist.irecv, piece, i))
+            begin += each
+        else:
+            piece = holder.shard.detach().index_select(0, each).to(holder.dtype)
+            works.append(dist.P2POp(dist.isend, piece, config.trainers + i))
+    for work in dist.batch_isend_irecv(works) if works else ():
         work.wait()"""),
     ("resume", "", """
     table = torch.from_numpy(np.load(path, mmap_mode="c"))

@@ -17,6 +17,7 @@ RUN = "python LESSON --workers N"
 NAIVE = "--mode naive"
 LESSON = Lesson(
     variants=("--mode naive",),
+    slack=lambda root, block, size, flags: (0, root),  # a gradient that has come, and what it is cast to
     own={"--staleness": ("0 3", "-1 x"), "--slow": ("1 1.5", "0.5 x nan inf")},
     bad=("--workers 0", "--mode any"),
     gpu=("--mode asp", "--mode ssp"),
@@ -34,7 +35,8 @@ def straggle(name, mode, staleness=2):
     def train_share(server, worker, replica, step, config):
         first = worker == 0 and step == 1
         assert worker == 0 or pulled.wait(60)  # worker 0 pulls the first weights
-        version = server.pull(worker, replica)
+        server.wait_turn(worker)
+        version = server.pull(replica)
         replica.weight.grad = torch.ones(1, 1)
         if first:
             pulled.set()
@@ -46,14 +48,15 @@ def straggle(name, mode, staleness=2):
     config = SimpleNamespace(dtype="fp32")
     tasks = lesson.concurrent(range(1, 9), range(3))
     threads = [threading.Thread(target=lesson.work, args=(server, own, "cpu", config)) for own in tasks]
+    threads.append(threading.Thread(target=lambda: [server.serve_push() for _ in range(24)]))
     for thread in threads:
         thread.start()
-    while len(server.condition._waiters) < 2 and len(pushes) < 16:  # the others wait, or have ended
+    while len(server.condition._waiters) < 3 and len(pushes) < 16:  # the others and the server wait
         threading.Event().wait(0.001)
     may_push.set()
     for thread in threads:
         thread.join(60)
-    assert server.pushed.qsize() == 24 and sum(server.ages.values()) == 24, "pushes are lost"
+    assert len(pushes) == sum(server.ages.values()) == 24, "pushes are lost"
     return pushes.index(0), max(server.ages)
 
 
@@ -82,6 +85,10 @@ def check_failure(name):
         flags = f"{TINY} --workers 3 --mode {mode}".split()
         error = error_of(lambda flags=flags: lesson.train(lesson.parse(flags)))
         assert "out of order" in error, f"{mode}: a worker fails, and {error}"
+    lesson.microbatches = microbatches
+    lesson.Server.update = lambda server: {}["no such update"]
+    error = error_of(lambda: lesson.train(lesson.parse(f"{TINY} --workers 3".split())))
+    assert error == "KeyError: 'no such update'", f"an update fails, and {error}"
 
 
 @on_ranks(1)
@@ -129,8 +136,10 @@ MUTANTS = [
     ('"asp": math.inf', '"asp": 5', check_straggler, "asp waits"),
     ("ages[self.version - version]", "ages[self.version - version + 1]", check_straggler, "stale pushes"),
     ("return self.version", "return 0", check_straggler, "stale pushes"),
-    ("        server.fail(error)", "        pass", check_hangs, "did not come back"),
-    ("may_pull(worker) or self.error)", "may_pull(worker))", check_hangs, "did not come back"),
+    ("        server.fail(error)\n\n", "        pass\n\n", check_hangs, "did not come back"),
+    ("is_true() or self.error)", "is_true())", check_hangs, "did not come back"),
+    ("            server.fail(error)\n            raise", "            raise", check_hangs,
+     "did not come back"),
     ("copied.copy_(param)", "pass", check_parity, "differ"),
     ("        replica.zero_grad()", "        pass", check_parity, "differ"),
     ("* server.pushes_per_update)", "* 1)", check_parity, "differ"),

@@ -87,14 +87,14 @@ naive = partial(check_parity, size=4, own_flags="--naive")
 LAST = "                if self.is_last_backward:"
 SQUARES = "dist.all_reduce(squares, group=node)"
 MUTANTS = [
-    (LAST, LAST.replace("self.is_last_backward", "True"), parity, "sent already"),
+    (LAST, LAST.replace("self.is_last_backward", "True"), parity, "came twice"),
     ("(nodes.tolist())", "(nodes.view(config.shard, -1).T.tolist())", check_groups, "no neighbours"),
     ("(nodes.T.tolist())", "(nodes.view(config.shard, -1).tolist())", check_groups, "other shards"),
     (SQUARES, "dist.all_reduce(squares)", parity, "differ"),
     (SQUARES, "pass", parity, "differ"),
     ("all_reduce(total_loss)", "all_reduce(total_loss, group=node)", parity, "losses differ"),
     ("/ (config.accum * world_size)", "/ (config.accum * config.shard)", parity, "losses differ"),
-    ("config.accum and not config.naive", "config.accum", naive, "sent already"),
+    ("config.accum and not config.naive", "config.accum", naive, "came twice"),
     ("self.shard.grad, group=self.replicas", "self.shard.grad, group=self.node", parity, "differ"),
     ("gradients, group=self.node", "gradients, group=self.replicas", parity, "differ"),
     ("wide(self.dtype)", "self.dtype", check_masters, "moved by"),

@@ -235,14 +235,15 @@ class Watch(TorchDispatchMode):
             self.count(name, args)
         elif function.namespace in ("_c10d_functional", "_dtensor", "symm_mem") and "_tensor" not in name:
             self.unknown[name] += 1
-        copies = name in COPIES[1:]  # other operators may read the text, whose bytes are everyone's
+        copies = name in COPIES[1:]
         travels = copies and self.has_host and owner_of(given[-1]) != owner_of(made[-1])
         if travels and made[-1].numel() > 1:
             link = "down" if owner_of(made[-1]) == "host" else "up"
             self.add(link, made[-1].nbytes)
             if link == "down":  # which only gradients do
                 self.kinds.setdefault(numbers[len(given) - 1], "gradients")
-        read = [tensor for tensor in given if copies or tensor.is_floating_point()]
+        # But the text, whose bytes are everyone's, and, if it is no copy, what was made of it.
+        read = [each for each in given if each.is_floating_point() or (copies and each.dtype != torch.uint8)]
         foreign = not function.is_view and any(owner_of(tensor) != here for tensor in read)
         if foreign and not self.has_host:
             sent = (made if copies else given)[-1]  # a cast is made before it travels
