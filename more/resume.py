@@ -126,7 +126,7 @@ class Checkpoint:
         self.folder = Path(config.checkpoint)
         # If one of these differed, so would the columns or the batches. (So with --data, which may be moved.)
         self.flags = {name: getattr(config, name) for name in [*SHAPE, "dtype", "batch", "seed"]}
-        self.group = dist.new_group(backend="gloo")  # the thread's own: a group's collectives come in one order
+        self.group = dist.new_group(backend="gloo")  # the thread's own: in a group all come in order
         self.thread = ThreadPoolExecutor(1)
         self.saving = None
 

@@ -1,267 +1,219 @@
-"""What is special to reshard.py: after each update each server has its slices of the trainers' weights."""
+"""What is special to reshard.py: after each update servers have, bit by bit, their parts of the weights."""
 
-import math
 from functools import partial
 from itertools import product
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from tests.checks import check_ledger, check_parity
-from tests.gpu import check_order
-from tests.harness import TEXT, Lesson, apart, error_of, holds, load, mutants, on_ranks, train, world
+from tests.checks import check_ledger, check_masters, check_parity
+from tests.gpu import check_gpu, check_order
+from tests.harness import TEXT, Lesson, apart, holds, load, mutants, on_ranks, train, world
 
-FILM = "--how direct"
-LEARN = "torchrun LESSON --how direct; torchrun LESSON --how rank0"
+NAIVE = "--naive"
+LEARN = "torchrun LESSON --dtype bf16; torchrun LESSON --naive"
+
+
+def slack(root, block, size, flags):
+    """Gradients: gloo's reduce-scatter copies what it is given, when a rank also has what it receives."""
+    return 0, (root + 3 * block) / (size - size // 2)
+
+
 LESSON = Lesson(
     flags="--vocab 257",
-    variants=("--how rank0", "--how direct"),
-    own={"--servers": ("1 2", "0 -1 5 x"), "--how": ("rank0 units direct", "all")},
+    variants=("--naive", "--servers 1"),
+    own={"--servers": ("1 2", "-1 5 x")},
     bad=("--servers 4", "--heads 9 --servers 2"),
-    slack=lambda root, block, size, flags: (
-        (root + block) / (size - size // 2),
-        0,
-    ),
-    waits={"": {("item", "print_served()"): 1}},
+    slack=slack,
+    uncounted=("send",),  # see check_served
+    gpu=("--naive",),
+    waits={"": {("item", "train()"): 1}, "--dtype bf16": {("item", "train()"): 0}},  # on rank 0 of several
 )
-
-
 # Sizes that no number of ranks divides, but for the heads.
 ODD = f"--layers 2 --heads 4 --width 20 --context 13 --vocab 257 --batch 12 --steps 3 --lr 0.01 --data {TEXT}"
-HOWS = ("rank0", "units", "direct")
-ROWS, THREE, COLUMNS = (0, 1), (0, 3), (1, 1)
-SPLIT = {"qkv.weight": THREE, "qkv.bias": THREE, "proj.weight": COLUMNS}
-SPLIT |= {"up.weight": ROWS, "up.bias": ROWS, "down.weight": COLUMNS}
+COLUMNS = ("proj.weight", "down.weight")
+ROWS = ("qkv.weight", "qkv.bias", "up.weight", "up.bias")
 
 
-def slice_by_hand(tensor, split, server, n_servers):
-    """A server's slice of a tensor; without a split all of it."""
-    if not split:
-        return tensor
-    dim, stacked = split
-    slices = []
-    for part in tensor.chunk(stacked, dim):
-        first, end = (i * part.shape[dim] // n_servers for i in (server, server + 1))
-        slices.append(part.narrow(dim, first, end - first))
-    return torch.cat(slices, dim)
+def by_hand(name, whole, server, n_servers):
+    """A server's part: with numbers of rows and columns, as somebody would cut it who knows no lesson."""
+    size = len(whole) // (3 if "qkv" in name else 1) // n_servers
+    if name.endswith(COLUMNS):
+        size = whole.shape[1] // n_servers
+        return whole[:, server * size :][:, :size]
+    if not name.endswith(ROWS):
+        return whole
+    rows = [i for i in range(len(whole)) if i // size % n_servers == server]
+    return whole[rows]
 
 
+@on_ranks(1)
 def check_intersections(name):
-    """By brute force: each number's place. Messages, one after the other, are the slices in a row."""
+    """By brute force: each weight's place. Messages, one after the other, are a server's parts in a row."""
     lesson = load(name)
-    names = ("rows.weight", ROWS, (11, 5)), ("rows.bias", ROWS, (11,)), ("columns.weight", COLUMNS, (5, 11))
-    names += ("columns.bias", None, (5,)), ("qkv.weight", THREE, (21, 5)), ("norm.weight", None, (5,))
-    places = torch.arange(sum(math.prod(shape) for *_, shape in names))
-    parts = places.split([math.prod(shape) for *_, shape in names])
-    params = {name: part.view(shape) for (name, _, shape), part in zip(names, parts)}
-    split = {name: how for name, how, _ in names if how}
-    for n_servers, n_trainers in product((1, 2, 4), (1, 2, 3, 4)):
-        size = -(-len(places) // n_trainers)
+    shapes = {"tokens.weight": (5, 4), "blocks.0.qkv.weight": (24, 5), "blocks.0.qkv.bias": (24,)}
+    shapes |= {"blocks.0.proj.weight": (5, 8), "blocks.0.norm1.bias": (5,), "blocks.0.up.weight": (80, 5)}
+    shapes = {key: torch.Size(shape) for key, shape in shapes.items()}
+    sizes = [shape.numel() for shape in shapes.values()]
+    places = torch.arange(sum(sizes))
+    whole = {key: part.view(shapes[key]) for key, part in zip(shapes, places.split(sizes))}
+    for n_servers, n_trainers in product((1, 2, 4), (1, 2, 3, 4, 7)):
+        config = SimpleNamespace(servers=n_servers, trainers=n_trainers)
+        size = -(-sum(sizes) // n_trainers)
         for server in range(n_servers):
-            by_hand = [slice_by_hand(params[key], how, server, n_servers) for key, how, _ in names]
-            shapes, runs = lesson.layout_of(params, split, server, n_servers)
-            assert [tuple(shape) for shape in shapes.values()] == [tuple(x.shape) for x in by_hand], "shapes"
-            expected = torch.cat([x.flatten() for x in by_hand])
-            assert torch.equal(lesson.take(places, runs), expected), "the runs are not the slices"
+            parts = [by_hand(key, whole[key], server, n_servers).flatten() for key in shapes]
+            expected = torch.cat(parts).tolist()
             messages = []
-            for start in range(0, size * n_trainers, size):
-                both = lesson.intersections(start, start + size, runs)
-                message = torch.cat([start + torch.arange(*run) for run in both] or [places[:0]]).tolist()
-                there = sorted({*range(start, start + size)} & {*expected.tolist()})
-                assert message == there, "an intersection has other numbers than both"
-                messages += message
-            assert messages == expected.tolist(), "the messages in a row are not the slices"
-
-
-def expected_slices(ranks, lesson, config, shards):
-    """{name: what this server must have}, of all trainers' shards, unit by unit."""
-    with torch.device("meta"):
-        shapes = {name: param.shape for name, param in lesson.GPT(config).named_parameters()}
-    server, found = ranks.rank - ranks.n_trainers, {}
-    for i, unit in enumerate(ranks.units):
-        flat = torch.cat([each[i] for each in shards[: ranks.n_trainers]])
-        for name in unit.names:
-            number = math.prod(shapes[name])
-            split = SPLIT.get(name.split(".", 2)[-1] if name.startswith("blocks") else name)
-            weight = flat[:number].view(shapes[name]).to(lesson.DTYPES[config.dtype])
-            found[name] = slice_by_hand(weight, split, server, ranks.n_servers)
-            flat = flat[number:]
-        assert len(flat) < ranks.n_trainers, "more than padding is left of a unit"
-    return found
+            for trainer in range(n_trainers):
+                message = lesson.intersection(trainer, server, shapes, config) + trainer * size
+                there = {*range(trainer * size, (trainer + 1) * size)} & {*expected}
+                assert message.tolist() == sorted(there), "an intersection has other places than both"
+                messages += message.tolist()
+            assert messages == expected, "the messages in a row are not the parts"
 
 
 def served(name, flags):
-    """On a rank: the servers' losses, of a run in which each update begins with NaN on the servers."""
-    lesson, losses = load(name), []
+    """On a rank: the servers' losses; in the last update, how many bytes it sent, and what it then has."""
+    lesson, losses, sent, held = load(name), [], [], []
     config = lesson.parse(flags.split())
-    update = lesson.Resharding.update_servers
 
-    def update_and_compare(ranks):
-        for unit in () if ranks.is_trainer else ranks.units:
-            unit.held.data.fill_(torch.nan)
-        update(ranks)
-        shards = [None] * dist.get_world_size()
-        dist.all_gather_object(shards, [unit.held.detach() for unit in ranks.units])
-        if not ranks.is_trainer:
-            expected = expected_slices(ranks, lesson, config, shards)
-            for unit in ranks.units:
-                for key, own in zip(unit.names, unit.views(unit.held.data).values()):
-                    same = torch.equal(own, expected[key]) and own.dtype == expected[key].dtype
-                    assert same, f"{config.how}: {key} is not the trainers'"
+    def noted(transfer, holder, *more):
+        sent.clear()
+        held.append(getattr(holder, "flat", None))
+        transfer(holder, *more)
 
-    lesson.Resharding.update_servers = update_and_compare
-    lesson.print_served = lambda config, total: losses.append(total.item() / config.servers)
-    lesson.train(config)
-    return losses
+    for way in "naive", "direct":
+        setattr(lesson, way, partial(noted, getattr(lesson, way)))
+    # What print_step() gets is a view of what all ranks have added up.
+    lesson.print_step = lambda config, step, loss, *_: losses.append(loss._base[1].item() / config.servers)
+    p2p_op, send = dist.P2POp, dist.send
+
+    def counted(call, is_sent, tensor, *more):
+        sent.append(is_sent * tensor.nbytes)
+        return call(tensor, *more)
+
+    op = lambda way, *more: counted(partial(p2p_op, way), way is dist.isend, *more)  # noqa: E731
+    with mock.patch.multiple(dist, send=partial(counted, send, True), P2POp=op):
+        lesson.train(config)
+    return losses, sum(sent), held[-1]
 
 
-def check_served(name, n_trainers=2, n_servers=2, hows=("direct",), dtype="fp64"):
-    """Bitwise, each server's slices are the trainers' weights; its loss is single.py's of the next batch."""
-    flags = f"{ODD} --dtype {dtype}"
-    plain, _ = train("single", 1, flags)
-    for how in hows:
-        own = f"{flags} --servers {n_servers} --how {how}"
-        losses, *_ = world(n_trainers + n_servers).run(served, name, own)
-        for step, (one, other) in enumerate(zip(losses, plain["losses"], strict=True), 1):
-            assert abs(one - other) < (1e-10 if dtype == "fp64" else 0.02), f"servers' loss of step {step}"
+def check_served(name, n_trainers=2, n_servers=2, flags="--dtype fp64"):
+    """Servers end with what trainers save, bit by bit, each weight of which is sent to each of them once; and
+    their loss of each batch is single.py's."""
+    plain, _ = train("single", 1, f"{ODD} --dtype fp64")
+    with TemporaryDirectory() as folder:
+        flags = f"{ODD} --servers {n_servers} {flags} --save {folder}/weights"
+        losses, sent, held = zip(*world(n_trainers + n_servers).run(served, name, flags))
+        weights = torch.load(f"{folder}/weights")
+    for server, flat in enumerate(held[n_trainers:]):
+        for key, whole in weights.items():
+            part = by_hand(key, whole, server, n_servers).flatten()
+            own, flat = flat.tensor_split([len(part)])
+            assert torch.equal(own, part), f"{key} is not the trainers'"
+        assert not len(flat), "a server has more than its parts"
+    needed = sum(flat.nbytes for flat in held[n_trainers:])
+    assert sum(sent) == (sent[0] if "naive" in flags else needed) == needed, f"{sent} bytes are sent"
+    for step, (one, other) in enumerate(zip(losses[0], plain["losses"], strict=True), 1):
+        assert abs(one - other) < (0.02 if "bf16" in flags else 1e-10), f"servers' loss of step {step}"
 
 
 class Tied(nn.Module):
-    """A block that is frozen, one that is not, and a head that is the embedding, under another name."""
+    """A head that is the embedding, under another name; and a matrix that begins with a whole shard."""
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(5, 200)
         self.tokens = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
-        self.blocks[0].requires_grad_(False)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.tokens.weight
+        self.double()
 
     def forward(self, tokens):
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
+        return self.head(self.up(self.tokens(tokens)).tanh() @ self.up.weight)
 
 
-@on_ranks(3)
-def check_tied(name, how="direct"):
-    """A tied weight and a frozen one, of rank 0, are trained as in the plain model, and served."""
-    lesson = load(name)
-    torch.manual_seed(0)
-    plain = Tied().double()
-    torch.manual_seed(dist.get_rank())
-    model = Tied().double()
-    split = {"tokens.weight": ROWS, "head.weight": ROWS}
-    ranks = lesson.Resharding(model, split, 1, how)
-    tokens = torch.arange(12).view(2, 6) % 7
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        lesson.mean_loss(plain(tokens[:, :-1]), tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if ranks.is_trainer:
-        optimizer = torch.optim.AdamW(ranks.shards, lr=0.1)
-    for _ in range(2):
-        if ranks.is_trainer:
-            own = tokens[ranks.rank :][:1]
-            lesson.mean_loss(ranks.model(own[:, :-1]), own[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            for unit in ranks.units:
-                unit.held.data.fill_(torch.nan)
-        ranks.update_servers()
-    expected = dict(plain.named_parameters())
-    state_dict = ranks.full_state_dict()
-    ranks.update_servers()  # which frees weights that are unsharded, but must leave those to the caller
-    if not ranks.is_trainer:
-        for unit in ranks.units:
-            state_dict |= zip(unit.names, unit.views(unit.held.data).values())
-    if state_dict:
-        for key, value in state_dict.items():
-            here = "server" if not ranks.is_trainer else "trainer"
-            assert value.untyped_storage().nbytes(), f"{key} was freed"
-            assert apart([*value.flatten()], [*expected[key].flatten()]) < 1e-12, f"{key} on a {here}"
-        assert state_dict.keys() == expected.keys(), f"other weights: {[*state_dict]}"
-    model = Tied()
-    model.blocks[1].bias.requires_grad_(False)
-    failed = error_of(lambda: lesson.Resharding(model, split, 1, how))
-    assert "freeze all parameters of a unit, or none" in failed, f"half a frozen unit: {failed}"
-
-
-@on_ranks(4)
-def check_walk(name):
-    """All ranks come to the same messages in the same order."""
-    lesson, walk = load(name), []
-    note = lambda ranks, unit, *_: walk.append((unit.names, ranks.messages[unit]))  # noqa: E731
-    with mock.patch.object(lesson.Resharding, "deliver", note):
-        ranks = lesson.Resharding(lesson.GPT(lesson.parse(ODD.split())), lesson.SPLIT, 2, "direct")
-        ranks.update_servers()
-    walks = [None] * 4
-    dist.all_gather_object(walks, walk)
-    for rank, other in enumerate(walks):
-        assert other == walks[0], f"rank {rank} walks otherwise than rank 0"
+@on_ranks(5)
+def check_tied(name):
+    """3 trainers give a tied weight the gradient of both its uses; 2 servers get it, for both."""
+    lesson, rank, plain, model = load(name), dist.get_rank(), Tied(), Tied()
+    config = SimpleNamespace(trainers=3, servers=2)
+    group = dist.new_group(range(3))
+    shapes = {key: param.shape for key, param in model.named_parameters()}
+    tokens = torch.arange(18).view(3, 6) % 7
+    lesson.mean_loss(plain(tokens[:, :-1]), tokens[:, 1:]).backward()
+    if rank < 3:
+        holder = lesson.Trainer(list(model.parameters()), group)
+        plan = [lesson.intersection(rank, server, shapes, config) for server in range(2)]
+        assert rank or not len(plan[1]), "trainer 0 has something for server 1"
+        holder.gather()
+        (lesson.mean_loss(model(tokens[[rank], :-1]), tokens[[rank], 1:]) / 3).backward()
+        holder.reduce_scatter()
+        assert model.up.weight.isnan().all(), "weights stay"
+        holder.shard.data -= holder.shard.grad
+    else:
+        holder = lesson.Server(model.requires_grad_(False), rank - 3, config)
+        plan = [len(lesson.intersection(trainer, rank - 3, shapes, config)) for trainer in range(3)]
+    for way, how in (lesson.direct, plan), (lesson.naive, shapes):
+        way(holder, how, config)
+        for key, param in model.named_parameters(remove_duplicate=False) if rank >= 3 else ():
+            of_plain = plain.get_parameter(key)
+            part = by_hand(key, (of_plain - of_plain.grad).detach(), rank - 3, 2)
+            assert apart(param, part) < 1e-12, f"{key} is not the plain loop's"
+        if rank >= 3:
+            holder.flat.fill_(torch.nan)
 
 
 SIZES = [partial(check_served, n_trainers=n, n_servers=t) for n, t in product((1, 2, 3, 4), (1, 2, 4))]
-WAYS = [partial(check_served, n_trainers=n, n_servers=t, hows=HOWS[:2]) for n, t in ((1, 2), (3, 2), (2, 4))]
-check_bf16 = partial(check_served, n_trainers=3, hows=HOWS, dtype="bf16")
-TIES = [partial(check_tied, how=how) for how in HOWS]
-test_each_promise_is_kept = holds(
-    "reshard", check_intersections, *SIZES, *WAYS, check_bf16, *TIES, check_walk
-)
-four = partial(check_ledger, size=4, flags="--accum 3")
-parity = partial(check_parity, size=3)
-TRAINERS = "range(self.n_trainers):"
-WALK = "range(self.n_trainers)[:: 1 if self.is_trainer else -1]:"
-ALL = "[self.model, *model.blocks]"
-NAMES = "in model.named_parameters() if"
+check_naive = partial(check_served, n_trainers=3, flags="--naive --dtype fp64")
+BF16 = [partial(check_served, n_trainers=3, flags=f"--dtype bf16 {more}".strip()) for more in ("", "--naive")]
+test_each_promise_is_kept = holds("reshard", check_intersections, *SIZES, check_naive, *BF16, check_tied)
+check_bytes = partial(check_ledger, size=4, flags="--accum 3")
+check_four = partial(check_parity, size=4)
+UPDATE = """        if is_trainer:
+            nn.utils.clip_grads_with_norm_([holder.shard], config.clip, norm)
+            optimizer.step()
+            holder.shard.grad.zero_()
+"""
+TRANSFER = """        if config.naive:
+            naive(holder, shapes, config)
+        else:
+            direct(holder, plan, config)
+"""
 MUTANTS = [
-    ("        resharding.update_servers()\n", "", check_served, "servers' loss of step 2"),
-    ("        if resharding.is_trainer:\n            grad_norm += resharding.clip_grad_norm_(config.clip)\n"
-     "            optimizer.step()\n            optimizer.zero_grad()\n        resharding.update_servers()\n",
-     "        resharding.update_servers()\n        if resharding.is_trainer:\n"
-     "            grad_norm += resharding.clip_grad_norm_(config.clip)\n"
-     "            optimizer.step()\n            optimizer.zero_grad()\n",
-     check_served, "servers' loss of step 2"),
-    ("for unit in self.units:\n            if self.how",
-     "for unit in self.units[: len(self.units) - (self.rank == 0)]:\n            if self.how",
-     check_walk, "rank 1 walks"),
-    (ALL, f"[unit for unit in {ALL} if next(unit.module.parameters()).requires_grad]", check_tied,
-     "other weights"),
-    ("is_trainer and trained.pop()", "is_trainer", check_tied, "weight on a"),
-    (NAMES, NAMES.replace("()", "(remove_duplicate=self.is_trainer)"), check_tied, "on a server"),
-    ("stride = param.shape[dim + 1 :]", "stride = param.shape[:dim]", check_intersections,
-     "the runs are not the slices"),
+    (UPDATE + TRANSFER, TRANSFER + UPDATE, check_served, "tokens.weight is not"),
+    ("holder.flat.split(plan)", "holder.flat.clone().split(plan)", check_served, "tokens.weight is not"),
     ('"qkv.weight": (0, 3)', '"qkv.weight": (0, 1)', check_served, "blocks.0.qkv.weight is not"),
-    ("(max(low, first), min(high, end))", "(low, min(high, end))", check_intersections,
-     "an intersection has other numbers"),
-    (TRAINERS, WALK, check_served, "is not the trainers'"),
-    (TRAINERS, WALK, check_walk, "rank 2 walks"),
-    ("numbers, rest = rest.tensor", "numbers, _ = rest.tensor", check_served, "is not the trainers'"),
-    (".div_(unit.resharding.n_trainers)", "", parity, "norms differ"),
-    ("dist.all_reduce(squares, group=self.trainers)", "pass", parity, "losses differ"),
-    ("        dist.broadcast(flat, 0)\n", "", check_tied, "tokens.weight on a"),
-    ("        unit = ctx.unit\n        unit.reshard()\n", "        unit = ctx.unit\n", four, "parameters: +"),
-    ("server % self.n_trainers", "0", four, "bytes from the formula"),
-    (".values())\n            unit.flat = None", ".values())", check_tied, "was freed"),
-    ('assert len(trained) == 1, "freeze', 'assert trained, "freeze', check_tied, "unit: nothing"),
-    ("+ layer.bias", "+ layer.bias * resharding.n_servers", check_served, "servers' loss of step 1"),
-    ("        dist.all_reduce(y, group=resharding.servers)\n", "", check_served, "servers' loss of step 1"),
+    ('"proj.weight": (1, 1)', '"proj.weight": (0, 1)', check_intersections, "an intersection has other"),
+    ("(needed >= held[0])", "(needed > held[0])", check_intersections, "an intersection has other places"),
+    (" - held[0]\n", "\n", check_intersections, "an intersection has other places"),
+    ("    holder.gather()\n    if dist", "    if dist", check_naive, "tokens.weight is not"),
+    ("nn.utils.vector_to_parameters(self.flat, model.parameters())", "pass", check_served,
+     "servers' loss of step 2"),
+    ("self.heads //= config.servers", "self.heads = 1", check_served, "servers' loss of step 1"),
+    ("        dist.all_reduce(y, group=self.group)\n", "", check_served, "servers' loss of step 1"),
+    ("F.linear(x, layer.weight)", "F.linear(x, layer.weight, layer.bias)", check_served,
+     "servers' loss of step 1"),
+    ("param.new_full((), torch.nan).expand(param.shape)", "param.data", check_tied, "weights stay"),
+    ("param.new_full((), torch.nan).expand(param.shape)", "param.data", check_bytes, "parameters: +"),
+    ("            param.grad = None\n", "", check_parity, "losses differ"),
+    ("self.shard.grad += received", "self.shard.grad = received", check_parity, "losses differ"),
+    ("            holder.shard.grad.zero_()\n", "", check_parity, "losses differ"),
+    ("targets) / (config.accum * config.trainers)\n                loss", "targets) / config.accum\n"
+     "                loss", check_four, "losses differ"),
+    ("        dist.all_reduce(numbers)", "        pass", check_four, "losses differ"),
+    ("own.to(wide(self.dtype), copy=True)", "own.clone()", check_masters, "bf16 weights moved"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "reshard")
-
-
+check_trainer = partial(check_gpu, rows=[(4, 0, 3, "")])
 GPU_MUTANTS = [
-    (
-        "reshard",
-        "self.units:\n            if self.how",
-        "self.units[self.rank == 0 :]:\n            if self.how",
-        check_order,
-        "ranks do not meet",
-    ),
+    ("        work.wait()\n", "        pass\n", check_gpu, "uses what a collective still"),
+    ("[places].to(", "[places.cpu()].to(", check_trainer, "the host waits"),
+    ("if len(piece)]", "if len(piece) and peer != 2]", check_order, "ranks wait for one another"),
 ]
-test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS, "reshard")

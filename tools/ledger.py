@@ -179,14 +179,15 @@ def letters_of(lesson, config, ranks, backend):
         trainers, servers = ranks - config.servers, max(config.servers, 1)
         letters["r"] += (config.vocab + config.context) * config.width  # the embeddings
         slices = letters["r"] + (letters["P"] - letters["r"]) / servers
-        letters |= {"N": trainers, "t": servers, "q": -(-servers // trainers)}
+        letters |= {"N": trainers, "t": servers}
         letters["D"] = slices * (config.servers > 0)
     if hasattr(lesson, "assign_owners"):
-        matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
-        owned = Counter()
-        for matrix, owner in lesson.assign_owners(matrices, ranks).items():
-            owned[owner] += matrix.numel()
-        letters |= {"H": sum(owned.values()), "X": max(owned.values())}
+        owned, states = Counter(), Counter()
+        matrices = {param for param in model.blocks.parameters() if param.dim() == 2}
+        for param, owner in lesson.assign_owners(model.parameters(), ranks).items():
+            owned[owner] += param.numel()
+            states[owner] += param.numel() * (1 if param in matrices else 2)
+        letters |= {"X": max(owned.values()), "Y": max(states.values()), "H": sum(map(torch.numel, matrices))}
     return letters
 
 
