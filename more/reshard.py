@@ -1,22 +1,22 @@
 """Reshard: some ranks train, others serve; after each update new weights go from one layout to the other.
 
 Idea
-    Some ranks train a model and others use it, as in reinforcement learning: they serve. After each update
-    these need the new weights. But each of N trainers holds 1/N of the flat vector of all weights, as in
-    zero3.py, and each of t servers 1/t of each block's matrices, some rows or columns, as in
-    tensor_parallel.py. Say, servers split a matrix A (4, 2) by rows, and B (2, 4) by columns:
+    Some ranks train a model; others, the servers, use it, as in reinforcement learning. After each update
+    they need the new weights. But each of N trainers holds 1/N of all weights in one flat vector (zero3.py
+    with a single unit), and each of t servers 1/t of each block's matrices, rows or columns of what nn.Linear
+    holds (tensor_parallel.py). Say, servers split a matrix A (4, 2) by rows, and B (2, 4) by columns:
         place in the flat vector        0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
         matrix                          A  A  A  A  A  A  A  A  B  B  B  B  B  B  B  B
         which of 3 trainers holds it    0  0  0  0  0  0  1  1  1  1  1  1  2  2  2  2
         which of 2 servers needs it     0  0  0  0  1  1  1  1  0  0  1  1  0  0  1  1
-    So trainer 1 sends 8 and 9 to server 0, and 6, 7, 10 and 11 to server 1. All ranks know this from shapes
-    alone: it is planned once. (Cross-mesh resharding, arXiv 2211.05322; HybridFlow, 2409.19256, section 5)
+    So trainer 1 sends 8 and 9 to server 0, and 6, 7, 10 and 11 to server 1. All this follows
+    from shapes: it is planned once. (Cross-mesh resharding, arXiv 2211.05322; HybridFlow, arXiv 2409.19256)
 
 Timeline
     trainers | forward 3, backward 3, update | send    | forward 4, backward 4, update | send    | ...
      servers | loss of batch 3               | receive | loss of batch 4               | receive | ...
 
-Memory (bytes on each of N trainers; P parameters; besides, 8 for each weight that it sends)
+Memory (bytes on each of N trainers; P parameters; besides 8 for each weight that it sends, its place)
     parameters    mP/N+wP     the shard (m = 4), and all, for a microbatch (w = 4 in fp32, 2 in bf16)
     gradients     mP/N+2wP    the shard's, and all, once more in one piece, as sent
     optimizer     2mP/N       AdamW's two moments
@@ -27,7 +27,7 @@ Sent (bytes, by each trainer in each step of k = --accum microbatches of b seque
     all-gather        (k+1)wP(N-1)/N      with --naive
     send              wtD/N               on average; a server needs D = (P-r)/t+r weights
     send              wtD                 with --naive: by trainer 0
-    all-reduce        4kwNbsLh(t-1)/t     by each server: L layers, h width, s context
+    all-reduce        4kwNbsLh(t-1)/t     by each server, for the whole batch: L layers, h width, s context
     Servers do not split r = (6L+2+s+v)h weights: norms, biases of proj and down, embeddings (v tokens).
 
 Run
@@ -57,11 +57,11 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Trainer:
-    """Holds a shard, 1/N of all weights. All are here only for a microbatch: zero3.py with a single unit."""
+    """Holds a shard, 1/N of all weights. All weights are here only during a microbatch."""
 
     def __init__(self, params, group):
         self.params = params
-        self.group = group  # all trainers
+        self.group = group  # all trainers: ranks 0 to N-1
         self.sizes = [param.numel() for param in params]
         self.dtype = params[0].dtype
         own = self.flatten(params).chunk(dist.get_world_size(group))[dist.get_rank()]  # this rank's 1/N
@@ -70,7 +70,7 @@ class Trainer:
         self.free()  # drops the parameters' own memory
 
     def flatten(self, tensors):
-        padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size(self.group))  # to equal shards
+        padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size(self.group))  # for equal shards
         return torch.cat([*(tensor.detach().flatten() for tensor in tensors), padding])
 
     def gather(self):
@@ -128,14 +128,14 @@ def naive(holder, shapes, config):
     holder.free()
 
 
-# All weights must fit on each trainer, which zero3.py avoids. And all that servers need leaves trainer 0,
+# Between steps, too, trainers need room for all weights. And everything that servers need leaves trainer 0,
 # over one link, while the other trainers wait.
 
 
 def intersection(trainer, server, shapes, config):
-    """Places in the trainer's shard of what the server needs, in the order in which it holds them."""
+    """Places in the trainer's shard of what the server needs, in the server's order."""
     sizes = [shape.numel() for shape in shapes.values()]
-    places = torch.arange(sum(sizes))  # in the flat vector; these numbers are cut as weights are
+    places = torch.arange(sum(sizes))  # in the flat vector; cut as weights are, what is left are the places
     named = zip(shapes.items(), places.split(sizes))
     parts = [part_of(name, part.view(shape), server, config) for (name, shape), part in named]
     needed = torch.cat([part.flatten() for part in parts])
@@ -144,9 +144,10 @@ def intersection(trainer, server, shapes, config):
 
 
 def direct(holder, plan, config):
-    """Each trainer sends each server what it needs of this trainer's shard."""
+    """Each trainer sends each server what it needs of its shard. plan: on a trainer, places for each server; on
+    a server, how many weights come from each trainer."""
     if isinstance(holder, Server):
-        # All that is cut stays in order. So trainer 1's piece stands behind trainer 0's, and so on.
+        # Places ascend in a server's vector, too: trainer 1's piece comes right after trainer 0's, and so on.
         op, peers = dist.irecv, range(config.trainers)
         pieces = holder.flat.split(plan)
     else:
