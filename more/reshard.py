@@ -144,8 +144,8 @@ def intersection(trainer, server, shapes, config):
 
 
 def direct(holder, plan, config):
-    """Each trainer sends each server what it needs of its shard. plan: on a trainer, places for each server; on
-    a server, how many weights come from each trainer."""
+    """Each trainer sends each server what it needs of its shard. plan: on a trainer, places for each server;
+    on a server, how many weights come from each trainer."""
     if isinstance(holder, Server):
         # Places ascend in a server's vector, too: trainer 1's piece comes right after trainer 0's, and so on.
         op, peers = dist.irecv, range(config.trainers)
