@@ -57,7 +57,7 @@ FLAGS = {"mode": ("bsp", "asp", "ssp", "naive"), "workers": 2, "staleness": 2, "
 
 
 class Server:
-    """Has the weights, and updates them. Workers call wait_turn(), pull(), push(); train() calls serve_push()."""
+    """Has the weights, and updates them. Workers call wait_turn(), pull(), push(); train() serve_push()."""
 
     def __init__(self, module, config):
         self.module = module

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.checks import check_parity
 from tests.gpu import on_gpu, together
 from tests.harness import Lesson, apart, error_of, holds, load, mutants, on_ranks
+from tools.watch import noted
 
 SLACK = "1.05"
 NAIVE = "--policy full"
@@ -54,20 +55,20 @@ def check_events(name, on_host=False):
         assert kept[-1].shard.untyped_storage().nbytes() == 4 * -(-7 // dist.get_world_size()), "not 1/N"
         return kept[-1]
 
-    def noted(flat, own, async_op):
+    def counted(flat, own, async_op):
         number = next(i for i, each in enumerate(kept) if each.shard is own or torch.equal(each.shard, own))
         events.append(f"fetch {number}")
         work = gather(flat, own, async_op=True)
         return mock.Mock(wait=lambda: (events.append(f"wait {number}"), work.wait()))
 
-    lesson.all_gather = noted
+    lesson.all_gather = counted
     for _ in range(2):  # the second forward begins a new chain
         events.clear()
         kept.clear()
         x = torch.linspace(1, 2, 7, requires_grad=True)
         for number in range(3):
-            function = lambda x, number=number: (events.append(f"forward {number}"), x.square())[1]  # noqa: E731
-            x = lesson.checkpoint(function, x, keep)
+            square = noted(torch.square, lambda _, number=number: events.append(f"forward {number}"))
+            x = lesson.checkpoint(square, x, keep)
         x.sum().backward()
         order = "fetch 2, wait 2, fetch 1, forward 2, wait 1, fetch 0, forward 1, wait 0, forward 0"
         assert ", ".join(events[3:]) == order, f"another order: {events}"
