@@ -43,9 +43,9 @@ def ddp_with_zero(tuned, lesson, config, device):
 def ddp_with_muon(lesson, config, device):
     """torch.optim.Muon of all matrices on all ranks, and the lesson's optimizer of the rest."""
     peer = ddp(True, lesson, config, device)
-    matrices = lesson.find_matrices(peer.model, lesson.Block)
+    matrices = {param for param in peer.model.blocks.parameters() if param.dim() == 2}
     rest = [param for param in peer.model.parameters() if param not in matrices]
-    muon = torch.optim.Muon(matrices, lr=config.lr, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(list(matrices), lr=config.lr, adjust_lr_fn="match_rms_adamw")
     peer.optimizer = lesson.OPTIMIZERS[config.optim](rest, lr=config.lr, fused=True)
     peer.optimizer.register_step_post_hook(lambda *_: muon.step())
     return peer
