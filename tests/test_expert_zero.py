@@ -30,7 +30,7 @@ from tests.harness import (
 )
 
 RUN = "torchrun LESSON --dtype fp64"
-PLAIN = "expert_parallel --dtype fp64 --ep 1"
+PLAIN = "expert_zero --dtype fp64 --ep 1"
 FILM = "--layers 2"
 LESSON = Lesson(
     flags="--experts 12",
@@ -61,7 +61,7 @@ FLAGS = "--experts 8 --batch 48"
 
 @pytest.mark.long_table
 @pytest.mark.parametrize("size, ep", MESHES)
-def test_every_mesh_trains_as_expert_parallel_py_on_one_rank(size, ep):
+def test_every_mesh_trains_as_one_rank(size, ep):
     every = "", "--accum 3 --balance 0 --bias-rate 0.005", "--accum 3 --balance 0.3 --top-k 1"
     for flags in every if size < 8 else every[ep % 3 :][:1]:  # 8 ranks take long
         check_parity("expert_zero", size, f"{FLAGS} {flags}", f"--ep {ep}")

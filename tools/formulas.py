@@ -129,7 +129,10 @@ def letters_of_job(job, ranks, params, microbatches):
     letters |= {"L": layers, "a": heads, "h": hidden, "s": seq, "v": vocab, "b": job.micro_batch}
     letters |= {"G": min(params, max(hidden * vocab, matrix, 2**24)), "f": min(1, layers - 1)}
     letters |= {"U": block, "E": job.params - layers * block, "F": job.shard}
-    return letters | {"H": 3 * layers * matrix, "X": max(3 * layers * matrix / ranks, matrix)}  # muon.py's
+    # muon.py's: of some rank that owns 1/N, or more if an embedding is more.
+    embedding, matrices = hidden * vocab, 3 * layers * matrix
+    owned = max(params / ranks, embedding)
+    return letters | {"X": owned, "Y": owned + max(embedding, (params - matrices) / ranks)}
 
 
 def letters_of_experts(job, ranks, microbatches):

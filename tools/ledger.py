@@ -171,6 +171,7 @@ def letters_of(lesson, config, ranks, backend):
         letters |= {"t": config.tp, "p": config.pp, "d": config.dp, "L": -(-config.layers // config.pp)}
     if hasattr(config, "experts"):
         letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
+        letters["M"] = config.layers if hasattr(lesson, "MoEBlock") else letters["M"]
         letters["U"] = 8 * config.width**2 + 5 * config.width
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
         letters["V"] = block - letters["U"] + config.experts * config.width
