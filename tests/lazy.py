@@ -124,7 +124,7 @@ LAZY = [
     ("expert_parallel", "expert(torch.cat(pieces[own]))",
      "expert(torch.cat([*pieces[own], rows]))[: arriving[:, i].sum()]", "bytes held, a"),
     ("expert_parallel", "slice(i, None, len(self.experts))",
-     "slice(i * len(ranks), (i + 1) * len(ranks))", "2 ranks"),
+     "slice(i * ep, (i + 1) * ep)", "2 ranks"),
     ("expert_zero", "dist.get_world_size()", "self.n_shards", "losses"),
     ("expert_zero", "1 / dist.get_world_size()", "1", "the gradient norm of step 1 is"),
     ("checkpointing", "raise AllSaved", "pass", "computed twice"),
@@ -176,18 +176,10 @@ LAZY = [
     ("reshard-direct", "holder.flat.split(plan)", "holder.flat.clone().split(plan)", "losses that it prints"),
     ("resume", "max(file_start, rank_start)", "rank_start", "it ends well"),
     ("resume", "i * in_file", "0", "weights are the lesson's"),
-    ("survive", "", """
-    ...
-    ---
-    while True:
-        answers = set(map(int, self.store.get(f"{self.generation}/answers").split()))
-        if answers >= set(self.members):
-            return sorted(answers)
-        time.sleep(0.01)""", "it ends well"),
-    ("survive", "if dist.is_initialized():", "if False:", "it ends well"),
-    ("survive-share", " * len(inputs) / config.batch",
-     " / dist.get_world_size() / config.accum", "weights are the lesson's"),
-    ("survive-share", "config.batch", "len(batch[0])", ", 3.0000"),
+    ("survive", 'all(vote == "yes" for vote in votes.values())', "True", "it ends well"),
+    ("survive", " if votes[worker]}", "}", "it ends well"),
+    ("survive-share", "n_parts", "dist.get_world_size()", "weights are the lesson's"),
+    ("survive-share", "config.accum * n_parts", "n_parts", ", 3.0000"),
 ]  # fmt: skip
 
 HONEST = [  # the same, but nothing is said
@@ -427,9 +419,8 @@ HONEST = [  # the same, but nothing is said
     dist.all_to_all_single(received, parts, group=layout.group)
     return sum(received.chunk(layout.world_size))"""),
     ("expert_parallel", "", """
-    ranks = dist.get_process_group_ranks(self.group)
-    counts = kept[ranks].unflatten(1, (len(ranks), -1))
-    mine = dist.get_rank(self.group)
+    ranks, mine = dist.get_process_group_ranks(self.group), dist.get_rank(self.group)
+    counts = counts[ranks].unflatten(1, (len(ranks), -1))
     sent, received = counts[mine].sum(1).tolist(), counts[:, mine].sum(1).tolist()
     rows = AllToAll.apply(rows, sent, received, self.group)
     numbers = torch.arange(len(self.experts))
@@ -437,8 +428,7 @@ HONEST = [  # the same, but nothing is said
     order = owner.to(rows.device).argsort(stable=True)
     parts = rows[order].split(counts[:, mine].sum(0).tolist())
     outputs = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts)])
-    back = outputs[order.argsort()]
-    return AllToAll.apply(back, received, sent, self.group)"""),
+    return AllToAll.apply(outputs[order.argsort()], received, sent, self.group)"""),
     ("expert_zero", "", "self.shard.grad += gradient / dist.get_world_size()"),
     ("checkpointing", "", """
     tensors, states_now = [], get_random_states()
@@ -562,7 +552,20 @@ HONEST = [  # the same, but nothing is said
     for row, saved in zip(rows, table):
         part = saved[max(-place, 0) : max(len(row) - place, 0)]
         row[max(place, 0) :][: len(part)] = part"""),
-    ("survive", "answers | dead >= set(self.members)",
-     "all(worker in answers or worker in dead for worker in self.members)"),
-    ("survive-share", "", "microloss = mean_loss(model(inputs), targets) / config.batch * len(inputs)"),
+    ("survive", "", """
+    step, failures = 1, 0
+    while step <= config.steps:
+        votes = hear_all(workers, config.timeout)
+        counts = set(votes.values()) == {"yes"}
+        step, failures = step + counts, failures + (not counts)
+        for worker, vote in votes.items():
+            if vote is None:
+                del workers[worker]
+        for worker in workers:
+            with suppress(OSError):
+                workers[worker][1].send((counts, failures, list(workers)))
+    process = list(workers.values())[0][0]
+    process.join()
+    return process.exitcode"""),
+    ("survive-share", "", "loss = mean_loss(model(inputs), targets) / n_parts / config.accum"),
 ]  # fmt: skip

@@ -1,27 +1,23 @@
-"""Runs survive.py's protocol without processes, in all orders of events or a sample: who dies, who is late?
+"""Runs survive.py's votes without processes, in every order of events: who goes on, who dies, who is late?
 
-    python tests/orders.py [FILE] [--deaths N] [--walks N] [--all]
+    python tests/orders.py [--naive]
 
-The code that runs is FILE's own: its class Members, and judge(), which the launcher calls when a worker ends.
-Both pause wherever they wait, and before each write that changes the store, which is a dict here. From each
-state that can occur in one of CASES, all that can happen next is tried: somebody goes on; a worker dies; a
-collective fails, as a member has left; a worker that waits is late, so that its timeout passes. Each case has
-its number of deaths and delays. Cases with too many states are sampled by random walks; --all searches one.
+The code that runs is the lesson's own: the launcher's lead() and hear_all(), a worker's Member, train() and
+all_reduce(). They pause at their start and where they wait: for votes, for an answer, in the all-reduce. From
+each state that can occur in one of CASES, all that can happen next is tried: somebody goes on; a worker dies;
+an all-reduce fails, as a member is dead or has left; a timeout passes. In WALKS, which are larger, orders are
+drawn at random.
 
-A generation must have one list of members. A step must count once, and only if all of them have computed it.
-Nobody who lives may be dropped, unless somebody was late. A newcomer must receive its state. The job must
-end: well, after all steps and a save, or with an error if nobody who has the weights lives; and from every
-state this end must be within reach. Else the order of events is printed.
+Gradients may be added up only if they are of one step and of the same weights, and of each part of the batch
+once. A worker may update its weights only with such a sum, of its next step. The job must end: after all
+steps, with the weights saved, or with an error if no worker is left. Else the order of events is printed.
 
 What this cannot find: errors that need more workers, deaths, delays or steps than a case has; what happens
-inside a collective or between two pauses; workers that hang for ever; wrong numbers.
+inside an all-reduce or between two pauses; wrong numbers.
 """
 
-import argparse
 import ast
-import datetime
-import functools
-import json
+import contextlib
 import random
 import re
 import sys
@@ -30,24 +26,11 @@ from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
-# Workers below `first` start the job. Members, if any, have formed generation 1; else nothing has begun.
-Case = namedtuple("Case", "first members newcomers deaths delays steps")
-CASES = [
-    Case(first=1, members=[], newcomers=[1], deaths=2, delays=1, steps=1),
-    Case(first=2, members=[0, 1], newcomers=[2], deaths=0, delays=1, steps=1),
-    Case(first=3, members=[0, 1, 2], newcomers=[], deaths=2, delays=0, steps=2),
-    Case(first=1, members=[0, 2], newcomers=[1], deaths=1, delays=0, steps=1),  # 2 was a newcomer, too
-    Case(first=2, members=[0, 1], newcomers=[2], deaths=1, delays=0, steps=1),
-    Case(first=1, members=[0], newcomers=[1], deaths=2, delays=2, steps=2),
-    Case(first=3, members=[0, 1, 2], newcomers=[], deaths=1, delays=1, steps=1),
-]
-LONG = [Case(first=2, members=[0, 1], newcomers=[2], deaths=1, delays=1, steps=1)]
-WALKS = [
-    Case(first=2, members=[0, 1], newcomers=[2], deaths=2, delays=2, steps=2),
-    Case(first=1, members=[0, 2], newcomers=[1, 3], deaths=2, delays=1, steps=2),
-    Case(first=2, members=[], newcomers=[2], deaths=2, delays=1, steps=2),
-]
+Case = namedtuple("Case", "workers steps deaths delays")
+CASES = [Case(2, 2, 2, 0), Case(2, 2, 1, 1), Case(3, 1, 1, 1), Case(3, 1, 3, 0), Case(3, 2, 2, 0)]
+WALKS = [Case(4, 3, 3, 1), Case(3, 3, 2, 2), Case(5, 2, 4, 1)]
 LAUNCHER = -1
+PROTOCOL = ("naive", "hear_all", "lead", "Member", "train", "all_reduce")
 
 
 class Pauses(ast.NodeTransformer):
@@ -56,354 +39,234 @@ class Pauses(ast.NodeTransformer):
     def visit_Call(self, node):
         self.generic_visit(node)
         call, name = ast.unparse(node), ast.unparse(node.func)
-        arguments = ", ".join(map(ast.unparse, node.args))
-        first = arguments.partition(",")[0]
-        store, _, method = name.rpartition(".")
-        if re.fullmatch(r"communicate|self\.(attempt|sign_up|propose|begin)|dist\.(init|send|recv).*", name):
-            return parsed(f"(yield from {call})")
-        if name == "time.sleep":
-            return parsed("(yield ('sleep',))")
-        if method == "wait":
-            ask = "wait" if len(node.args) == 1 else "wait a while"
-            return parsed(f"[(yield ('{ask}', {ast.unparse(node.args[0])})), {call}][1]")
-        if method == "get" and first == "key":
-            return parsed(f"[key in {store} or (yield ('wait', [key])), {call}][1]")
-        if not store.endswith("store"):
-            return node  # a list's append
-        if method in ("append", "compare_set") or (method == "set" and re.match("key|f'has", first)):
-            return parsed(f"[{store}.knows({arguments}) or (yield ('go',)), {call}][1]")
-        return node
+        if name in ("hear_all", "ask", "all_reduce"):
+            call = f"(yield from {call})"
+        elif name in ("join_world", "wait", "saver.join", "self.pipe.recv", "dist.all_reduce"):
+            given = ", ".join(map(ast.unparse, node.args)) or name.split(".")[0]
+            call = f"(yield ('{name}', {given}))"
+        return ast.parse(call, mode="eval").body
 
 
-def parsed(expression):
-    return ast.parse(expression, mode="eval").body
+class Anything:
+    """A module, function or object that does nothing."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *arguments, **options):
+        return self
 
 
-class Store(dict):
-    """As a torch.distributed store, of text."""
+class Worker:
+    """For the launcher a process and its pipe; for train() and Member a process group, and an optimizer."""
 
-    def get(self, key):
-        return self[key].encode()
+    def __init__(self, number):
+        self.number, self.is_alive, self.exitcode = number, True, -9
+        self.votes, self.answers = [], []  # on their way
+        self.members, self.place, self.left = [], None, None  # place: (group, number of sums so far)
+        self.parts, self.sum, self.weights = [], None, ()  # of the batch; of a step; the steps that count
 
-    def set(self, key, value):
-        self[key] = value
+    def __repr__(self):
+        return f"{self.number}"
 
-    def add(self, key, number):
-        self[key] = str(int(self.setdefault(key, "0")) + number)
-        return int(self[key])
+    def kill(self):
+        self.is_alive = False
 
-    def append(self, key, text):
-        self[key] = " ".join(sorted({*self.setdefault(key, "").split(), *text.split()}))
+    def send(self, answer):  # by the launcher
+        if not self.is_alive:
+            raise BrokenPipeError
+        self.answers.append(answer)
 
-    def check(self, keys):
-        return keys[0] in self
+    def recv(self):
+        if not self.votes:
+            raise EOFError
+        return self.votes.pop(0)
 
-    def wait(self, keys, timeout=None):
-        if not all(key in self for key in keys):
-            raise RuntimeError("nobody came")
+    def join(self, backend, init_method, timeout, size, rank, group):
+        assert size == len(self.members) and self.members[rank] == self.number, "another rank"
+        self.place = group, 0
 
-    def compare_set(self, key, expected, value):
-        if not key.endswith("/members") and value != "committed":
-            value = "aborted"  # why does not matter
-        return self.setdefault(key, value).encode()
+    def leave(self):
+        self.place, self.left = None, self.place and self.place[0]
 
-    def knows(self, key, *values):
-        """Whether to write this would change nothing."""
-        return key in self and (len(values) > 1 or values[0].strip() in self[key].split())  # > 1: compare_set
+    def step(self):
+        assert self.sum == len(self.weights) + 1, f"step {self.sum} counts after {len(self.weights)} steps"
+        self.weights += (self.sum,)
+
+
+def protocol(path):
+    """A file's protocol, its functions generators, as {name: what}. "here" returns the worker that runs."""
+    here = lambda: names["here"]()  # noqa: E731
+    dist, model = Anything(), Anything()
+    dist.PrefixStore = lambda name, store: name
+    dist.is_initialized = lambda: here().place is not None
+    dist.init_process_group = lambda *arguments: here().join(*arguments)
+    dist.destroy_process_group = lambda: here().leave()
+    dist.get_rank = lambda: here().members.index(here().number)
+    dist.get_world_size = lambda: len(here().members)
+    model.to, model.parameters, model.zero_grad = lambda device: model, list, lambda: here().parts.clear()
+    nothing = "squared_norm join_world timedelta print print_step nn os time".split()
+    names = dict.fromkeys(nothing, Anything()) | {"suppress": contextlib.suppress, "sys": sys, "dist": dist}
+    names |= {"GPT": lambda config: model, "MasterWeights": lambda params, lr: here()}
+    names["microbatches"] = lambda config, step, device, *part: here().parts.append((step, *part)) or []
+    names["torch"] = SimpleNamespace(save=lambda *_: names["saved"].append(here().weights))
+    tree = ast.parse(Path(path).read_text())
+    tree.body = [Pauses().visit(node) for node in tree.body if getattr(node, "name", None) in PROTOCOL]
+    exec(compile(ast.fix_missing_locations(tree), path, "exec"), names)
+    return names
 
 
 class Trial:
     """An order of events, so far."""
 
-    def __init__(self, module, case):
-        self.module, self.case = module, case
-        self.deaths, self.delays = case.deaths, case.delays
-        self.store = Store()
-        if case.members:
-            self.store |= {"1/members": str(case.members), "1/0": "committed", "1/now": "1"}
-        self.sent = {}  # {(generation, newcomer): the first member's state}
-        self.taken = {}  # {step: (generation, who has taken it)}
-        self.met = {}  # {(generation, step): who has come to its collective}
-        self.computed = {}  # {worker: the last collective that it has been through}
-        self.able = {*range(case.first), *case.members}  # those who have the weights
-        self.store |= {f"has_weights/{worker}": "" for worker in self.able}
-        self.ended, self.over, self.late = [], None, False
-        self.members, self.threads, self.asks, self.events = {}, {}, {}, []
-        clock = SimpleNamespace(monotonic=lambda: 1e9 * self.late, perf_counter=int)
-        group = SimpleNamespace(**dict.fromkeys(("is_initialized", "PrefixStore"), lambda *_: 0))
-        group.distributed_c10d = SimpleNamespace(_world=SimpleNamespace())
-        group.get_rank = lambda: self.members[self.now].members.index(self.now)
-        group.init_process_group = lambda *_: self.meet(0)
-        group.send_object_list, group.recv_object_list = self.send, self.receive
-        module |= {"time": clock, "dist": group, "print": id, "refuse": sys.exit}
-        self.config = SimpleNamespace(workers=case.first, timeout=1, min_workers=1, kill=())
-        for worker in sorted({*range(case.first), *case.members, *case.newcomers}):
-            member = self.members[worker] = module["Members"](self.config, self.store, worker)
-            if worker in case.members:
-                member.generation, member.members = 1, case.members
-                member.timeout = datetime.timedelta(seconds=1)
-            self.threads[worker] = self.work(member)
-        self.running = set(self.members)  # as the launcher knows
-        self.threads[LAUNCHER] = self.launch()
-        for worker in self.threads:
-            self.asks[worker] = ("go",)
-            self.go(worker)
-
-    def work(self, member):
-        if member.worker in self.case.newcomers:
-            yield from member.enter(1)
-            assert member.snapshot, "a newcomer gets no state"
-            self.able.add(member.worker)
-        elif not self.case.members:
-            yield from member.regroup(1)
-        step = member.snapshot[0]
-        while step <= self.case.steps:
-            if not (yield from member.attempt(step, self.meet, step)):
-                yield from member.regroup(step)
-                continue
-            generation, workers = self.taken.setdefault(step, (member.generation, set()))
-            right = generation == member.generation and member.worker not in workers
-            assert right, "a step counts twice"
-            listed = json.loads(self.store[f"{generation}/members"])
-            assert listed == member.members, "a generation has two lists of members"
-            place = generation, step
-            assert self.computed.get(member.worker) == place, "a step counts that not all have computed"
-            workers.add(member.worker)
-            step += 1
-        if member.members[0] == member.worker:
-            yield ("go",)
-            self.store.set("saved", "")
-
-    def launch(self):
-        while True:
-            worker = yield ("end",)
-            self.running.remove(worker)
-            pauses = self.module["judge"](self.config, self.store, worker, 1, sorted(self.running))
-            yield from pauses or ()
-
-    def meet(self, step, who=None):
-        """A collective, which may fail on some and not on others if a member is dead or has left."""
-        worker = self.members[self.now]
-        place = worker.generation, step
-        self.met.setdefault(place, set()).add(self.now)
-        if (yield ("meet", place, who or worker.members)):
-            raise RuntimeError
-        self.computed[self.now] = place
-
-    def send(self, states, peer):
-        sender, newcomer = self.now, self.members[self.now].members[peer]
-        self.sent[self.members[sender].generation, newcomer] = states[0]
-        yield from self.meet(f"to {newcomer}", [sender, newcomer])
-
-    def receive(self, states, peer):
-        newcomer = self.members[self.now]
-        yield from self.meet(f"to {self.now}", [newcomer.members[peer], self.now])
-        assert (newcomer.generation, self.now) in self.sent, "a newcomer gets no state"
-        states[0] = self.sent[newcomer.generation, self.now]
+    def __init__(self, names, case, naive=False):
+        self.case, self.deaths, self.delays = case, case.deaths, case.delays
+        self.events, self.over, self.saved = [], False, []
+        self.met = {}  # {(group, number of sums before): {worker: (its parts of the batch, its weights)}}
+        self.workers = {number: Worker(number) for number in range(case.workers)}
+        names |= {"here": lambda: self.workers[self.now], "saved": self.saved}
+        config = SimpleNamespace(**case._asdict(), naive=naive, timeout=1, kill="", save="w", lr=0, clip=0)
+        self.threads = {LAUNCHER: names["lead"](config, {n: (w, w) for n, w in self.workers.items()})}
+        for number, worker in self.workers.items():
+            pipe = SimpleNamespace(send=worker.votes.append)
+            self.threads[number] = names["train"](config, names["Member"](config, number, pipe, 0).ask)
+        self.asks = {}  # {who: what it waits for}
+        for who, thread in self.threads.items():
+            self.go_on(who, thread.send, None)
 
     def choices(self):
-        """[(worker, what may happen to it next)]."""
-        idle = self.asks.get(LAUNCHER) == ("end",)
-        found = [(LAUNCHER, worker) for worker in self.ended if idle]
-        if self.over is not None or (idle and not found and not self.with_state()):
-            return []
-        for worker, (ask, *what) in self.asks.items():
-            goes, fails, late = ask in ("go", "sleep"), False, False
-            if ask in ("wait", "wait a while"):
-                goes = all(key in self.store for key in what[0])
-                late = ask == "wait a while" and not goes
-            elif ask == "meet":
-                place, others = what
-                goes = self.met[place] == {*others}
-                fails = any(o not in self.asks or self.members[o].generation > place[0] for o in others)
+        """[(who, what may happen to it next)]."""
+        found = []
+        for who, (ask, given, *timeout) in self.asks.items():
+            worker, late, fails = self.workers.get(who), False, False
+            if ask == "wait":
+                goes = any(other.votes or not other.is_alive for other in given)
+                late = not goes and timeout[0] is not None
+            elif ask == "saver.join":
+                goes = not given.is_alive
+            elif ask == "self.pipe.recv":
+                goes = bool(worker.answers)
+            elif ask == "join_world":
+                goes = True
+            else:
+                others = [self.workers[number] for number in worker.members]
+                goes = len(self.met[worker.place]) == len(others)
                 late = not goes
-            elif ask == "sleep":
-                late = self.members[worker].snapshot is not None
-            found += [(worker, "goes on")] * goes + [(worker, "fails")] * fails
-            found += [(worker, "is late")] * (late and self.delays > 0)
-            found += [(worker, "dies")] * (self.deaths > 0 and worker != LAUNCHER)
+                fails = any(not other.is_alive or worker.place[0] == other.left for other in others)
+            found += [(who, "goes on")] * goes + [(who, "fails")] * fails
+            found += [(who, "is late")] * (late and self.delays > 0)
+            found += [(who, "dies")] * (who != LAUNCHER and self.deaths > 0)
         return found
 
-    def with_state(self):
-        return [worker for worker in self.asks if worker != LAUNCHER and self.members[worker].snapshot]
-
-    def go(self, worker, what="goes on"):
-        """Let it happen. To the launcher, `what` is the worker of whose end it hears."""
-        self.events.append((worker, what))
-        self.now, self.late = worker, what == "is late"
-        told = None
-        if worker == LAUNCHER and what != "goes on":
-            self.ended.remove(what)
-            told = what
-        elif self.asks[worker][0] == "meet":
-            told = what != "goes on"
+    def go(self, who, what):
+        """Let it happen."""
+        self.events.append((who, what))
         self.deaths -= what == "dies"
-        self.delays -= self.late
+        self.delays -= what == "is late"
+        ask, given, *_ = self.asks.pop(who)
+        worker, send, answer = self.workers.get(who), self.threads[who].send, None
+        if what == "dies":
+            worker.kill()
+            return
+        if ask == "wait":
+            answer = [other for other in given if other.votes or not other.is_alive]
+        elif ask == "self.pipe.recv":
+            answer = worker.answers.pop(0)
+            worker.members = worker.members if answer[0] else answer[-1]
+        elif ask == "dist.all_reduce" and what == "goes on":
+            self.add_up(worker)
+        elif ask == "dist.all_reduce":
+            send, answer = self.threads[who].throw, RuntimeError("no sum")
+        self.go_on(who, send, answer)
+
+    def go_on(self, who, send, answer):
+        self.now = who
         try:
-            if what != "dies":
-                self.asks[worker] = self.threads[worker].send(told)
-                is_early = worker == LAUNCHER or self.members[worker].generation < 9
-                assert is_early, "generations begin without end"
-                return
-        except StopIteration:
-            pass
-        except SystemExit as end:
-            if worker == LAUNCHER:
-                self.end(end.code)
-            elif self.delays == self.case.delays:
-                raise AssertionError("a living member is left out") from None
-        del self.asks[worker]
-        if worker != LAUNCHER:
-            self.ended = sorted([*self.ended, worker])
+            self.asks[who] = send(answer)
+            if self.asks[who][0] == "dist.all_reduce":
+                worker = self.workers[who]
+                self.met.setdefault(worker.place, {})[who] = tuple(worker.parts), worker.weights
+        except (StopIteration, SystemExit) as end:
+            self.end(who, end)
+        self.asks = {who: self.asks[who] for who in self.asks if who < 0 or self.workers[who].is_alive}
+
+    def end(self, who, end):
+        if who != LAUNCHER:
+            self.workers[who].is_alive, self.workers[who].exitcode = False, 0
+            return
+        self.over = True
+        is_saved = tuple(range(1, self.case.steps + 1)) in self.saved
+        is_bad = isinstance(end, SystemExit)
+        assert not is_bad or not any(worker.is_alive for worker in self.workers.values()), "ends too early"
+        assert is_bad or end.value or is_saved, f"weights of steps {self.saved} are saved"
+
+    def add_up(self, worker):
+        """It gets the sum of all that have met."""
+        parts, weights = zip(*self.met[worker.place].values())
+        parts = sorted(sum(parts, ()))
+        worker.place, worker.sum = (worker.place[0], worker.place[1] + 1), parts[0][0]
+        once = [(worker.sum, part, self.case.workers) for part in range(self.case.workers)]
+        assert len(set(weights)) == 1, f"gradients of different weights are added up: {weights}"
+        assert parts == once, f"not each part of the batch once: {parts}"
 
     def state(self):
-        """All that the future depends on. Generations count from the oldest in which somebody is."""
-        if self.over is not None:
-            return hash((self.over, str(self.taken)))
-        oldest = min([self.members[w].generation for w in self.asks if w != LAUNCHER], default=0)
-        found = [self.deaths, self.delays, *self.ended]
-        for worker in self.asks:
-            if worker != LAUNCHER:
-                m = self.members[worker]
-                found += [m.generation - oldest, str(m.members), str(m.snapshot)]
-            thread = self.threads[worker]
-            while thread:
-                found += [worker, thread.gi_frame.f_lasti]
-                for name, value in thread.gi_frame.f_locals.items():
-                    if name == "key":
-                        found.append(shifted(value, oldest))
-                    elif isinstance(value, (int, str, list, set, dict)):
-                        found.append(str(value - oldest if name == "generation" else value))
+        """All that the future depends on, as text."""
+        found = [self.deaths, self.delays, [sorted(met.items()) for met in list(self.met.values())[-2:]]]
+        for worker in self.workers.values():
+            found += vars(worker).values() if worker.is_alive else (worker.votes, worker.exitcode)
+        for who, thread in self.threads.items():
+            while thread and who in self.asks:
+                given = thread.gi_frame.f_locals.values()
+                given = [sorted(value.items()) if isinstance(value, dict) else value for value in given]
+                found += [who, thread.gi_frame.f_lasti, given]
                 thread = thread.gi_yieldfrom
-        store = [(shifted(key, oldest), value) for key, value in self.store.items()]
-        found.append(frozenset([item for item in store if item[0]]))
-        found += [(step, g - oldest, *workers) for step, (g, workers) in sorted(self.taken.items())]
-        found.append(frozenset([(g - oldest, s, *who) for (g, s), who in self.met.items() if g >= oldest]))
-        found.append(frozenset([(w, g - oldest, s) for w, (g, s) in self.computed.items() if g >= oldest]))
-        sent = sorted(self.sent.items())
-        found += [(g - oldest, newcomer, str(state)) for (g, newcomer), state in sent if g >= oldest]
-        return hash(tuple(found))
+        return re.sub("0x[0-9a-f]+", "", str(found))  # addresses
 
-    def end(self, code):
-        self.over = code
-        listed = self.module["look"](self.store)[1] or range(self.case.first)
-        assert code == 0 or not self.able.intersection(self.asks, listed), "the job ends too early"
-        is_done = len(self.taken) == self.case.steps and "saved" in self.store
-        assert code != 0 or is_done, "a step is lost"
-
-
-@functools.cache
-def shifted(key, oldest):
-    """A key of the store with its generation counted from the oldest; None if that is an older one."""
-    generation, _, rest = key.partition("/")
-    if not generation.isdigit():
-        return key
-    return (int(generation) - oldest, rest) if int(generation) >= oldest else None
-
-
-def protocol(path):
-    """The names of a file's protocol, its functions generators."""
-    tree = ast.parse(Path(path).read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", None) in ("Members", "look", "judge")]
-    tree.body = [node if node.name == "look" else Pauses().visit(node) for node in tree.body]
-    module = {"timedelta": datetime.timedelta, "sys": sys, "json": json, "os": SimpleNamespace(environ={})}
-    exec(compile(ast.fix_missing_locations(tree), path, "exec"), module)
-    return module
-
-
-def events(link):
-    """The choices of a path, a linked list of (what came before, choice)."""
-    found = []
-    while link:
-        link, choice = link
-        found.append(choice)
-    return found[::-1]
-
-
-def told(choices):
-    name = {LAUNCHER: "the launcher"}
-    return ", ".join(f"{name.get(worker, worker)} {what}" for worker, what in choices)
-
-
-def search(path, case):
-    """The number of states that there are. Raises AssertionError, with the events, if a promise is broken."""
-    module = protocol(path)
-    seen, before, todo = {}, {}, [(None, None)]  # {state: how to get there}, {state: the states before it}
-    ends = []
-    while todo:
-        link, last = todo.pop()
-        trial = Trial(module, case)
+    def run(self, choose):
+        """Go on as choose(choices) says, to the end or until it says None. If it fails, with all events."""
         try:
-            for choice in events(link):
-                trial.go(*choice)
-            while True:
-                state = trial.state()
-                before.setdefault(state, []).append(last)
-                if state in seen:
-                    break
-                seen[state] = link
-                choices = trial.choices()
-                if not choices:
-                    assert trial.over is not None, "members wait for ever"
-                    ends.append(state)
-                    break
-                todo += [((link, choice), state) for choice in choices[1:]]
-                link, last = (link, choices[0]), state
-                trial.go(*choices[0])
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {told(trial.events)}") from None
-        except Exception as error:  # the protocol's own
-            kind = type(error).__name__
-            raise AssertionError(f"{kind}: {error}: {told(trial.events)}") from error
-    can_end = set()
-    while ends:
-        state = ends.pop()
-        if state not in can_end:
-            can_end.add(state)
-            ends += before.get(state, ())
-    for state, link in seen.items():
-        assert state in can_end, f"members wait for ever: {told(events(link))}"
+            choice = True
+            while choice and not self.over:
+                choices = self.choices()
+                assert choices, "all wait for ever"
+                if choice := choose(choices):
+                    self.go(*choice)
+        except Exception as error:
+            order = ", ".join(f"{'launcher' if who == LAUNCHER else who} {what}" for who, what in self.events)
+            raise AssertionError(f"{type(error).__name__}: {error}: {order}") from error
+
+
+def search(names, case, naive=False):
+    """The number of states that there are."""
+    seen, todo = set(), [[]]
+
+    def choose(choices):
+        if path:
+            return path.pop()
+        state = hash(trial.state())
+        if state in seen:
+            return None
+        seen.add(state)
+        todo.extend([*trial.events, other] for other in choices[1:])
+        return choices[0]
+
+    while todo:
+        path = todo.pop()[::-1]
+        trial = Trial(names, case, naive)
+        trial.run(choose)
     return len(seen)
 
 
-def try_every_order(path, deaths=2, cases=CASES):
-    """The number of states that there are in all cases, with at most so many deaths."""
-    return sum(search(path, case._replace(deaths=min(case.deaths, deaths))) for case in cases)
-
-
-def try_walks(path, times=2000):
-    """Orders drawn at random, in cases that have too many states."""
-    module, draw = protocol(path), random.Random(0)
-    for turn in range(times):
-        trial = Trial(module, WALKS[turn % len(WALKS)])
-        while choices := trial.choices():
-            assert len(trial.events) < 10_000, "members wait for ever"
-            trial.go(*draw.choice(choices))
-        assert trial.over is not None, "members wait for ever"
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("file", nargs="?", default="more/survive.py")
-    parser.add_argument("--deaths", type=int, default=2)
-    parser.add_argument("--walks", type=int, default=2000)
-    parser.add_argument("--all", action="store_true")
-    options = parser.parse_args()
-    if not Path(options.file).is_file() or "class Members" not in Path(options.file).read_text():
-        parser.error(f"{options.file}: must be a file that has survive.py's class Members")
-    states, begun = 0, time.perf_counter()
-    try:
-        for case in CASES + LONG * options.all:
-            started = time.perf_counter()
-            found = try_every_order(options.file, options.deaths, [case])
-            states += found
-            print(f"{found:>7} states | {time.perf_counter() - started:.1f} s | {case}", flush=True)
-        try_walks(options.file, options.walks)
-    except AssertionError as error:
-        sys.exit(f"{options.file}: {error}")
-    took = time.perf_counter() - begun
-    print(f"{options.file}: {states} states and {options.walks} walks in {took:.1f} s: all as promised")
+def try_all(path, walks=300, naive=False, cases=CASES):
+    """Every order in these cases, and so many in WALKS. The number of states."""
+    names, draw = protocol(path), random.Random(0)
+    states = sum(search(names, case, naive) for case in cases)
+    for walk in range(walks):
+        Trial(names, WALKS[walk % len(WALKS)], naive).run(draw.choice)
+    return states
 
 
 if __name__ == "__main__":
-    main()
+    started = time.perf_counter()
+    states = try_all("more/survive.py", 2000, "--naive" in sys.argv)
+    print(f"{states} states and 2000 walks in {time.perf_counter() - started:.1f} s: all as promised")
