@@ -229,7 +229,7 @@ MUTANTS = [
     ('LAZY_INIT"] = "1"', 'LAZY_INIT"] = "0"', check_runs, "ends with"),
     ("            other_end.close()", "            pass", check_neighbours, "hangs"),
     ("                process.kill()", "                pass", check_hang, "hangs"),
-    ("            process.kill()\n\n", "            pass\n\n", check_hang, "hangs"),
+    ("in workers.values():\n            process.kill()", "in ():\n            pass", check_hang, "hangs"),
     ("timeout if has_begun else None", "timeout", check_long, "fails"),
     ("\n        dist.destroy_process_group()", "\n        pass", check_neighbours, "hangs"),
     ("return saver.exitcode", "return 0", check_ends, "ends with 0"),
