@@ -154,7 +154,7 @@ def train(config):
     matrices = {param for param in model.blocks.parameters() if param.dim() == 2}
     owners = Owners(params)
     own = params if config.naive else owners.own
-    optimizer = MasterWeights(own, matrices, config.lr)
+    optimizer = MuonAndAdamW(own, matrices, config.lr)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         total_loss = 0
@@ -183,7 +183,7 @@ def train(config):
         torch.save(model.state_dict(), config.save)
 
 
-class MasterWeights:
+class MuonAndAdamW:
     """Muon and AdamW on fp32 copies of bf16 weights, which would round small updates away."""
 
     def __init__(self, params, matrices, lr):
