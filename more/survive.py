@@ -8,7 +8,7 @@ Idea
     do the step again. So losses and weights are single.py's, whoever dies, and whenever. (Two-phase commit:
     Gray, Notes on Data Base Operating Systems, 1978)
 
-    If a worker hangs, the others wait for it --timeout seconds. Then it is killed, so that it is dead, too.
+    If a worker hangs, the others wait for it for a while (--timeout). Then it is killed, so it is dead, too.
 
 Timeline (v: all vote, and the launcher answers)
     worker 0, 1 | compute 3 | all-reduce | v | update | compute 4 | all-reduce fails | v | compute 4 ...
@@ -76,8 +76,10 @@ def hear_all(workers, timeout):
     votes = {}
     while len(votes) < len(workers):
         silent = [worker for worker in workers if worker not in votes]
-        has_begun = any(votes.values())  # before the first vote all may compute as long as they want
-        ready = wait([workers[worker][1] for worker in silent], timeout if has_begun else None)
+        # Before the first vote all may compute as long as they want. Then the others should vote soon: in the
+        # all-reduce a worker waits for one timeout at most.
+        patience = 2 * timeout if any(votes.values()) else None
+        ready = wait([workers[worker][1] for worker in silent], patience)
         for worker in silent:
             process, pipe = workers[worker]
             if not ready:

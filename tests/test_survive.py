@@ -230,7 +230,7 @@ MUTANTS = [
     ("            other_end.close()", "            pass", check_neighbours, "hangs"),
     ("                process.kill()", "                pass", check_hang, "hangs"),
     ("in workers.values():\n            process.kill()", "in ():\n            pass", check_hang, "hangs"),
-    ("timeout if has_begun else None", "timeout", check_long, "fails"),
+    ("2 * timeout if any(votes.values()) else None", "timeout", check_long, "fails"),
     ("\n        dist.destroy_process_group()", "\n        pass", check_neighbours, "hangs"),
     ("return saver.exitcode", "return 0", check_ends, "ends with 0"),
     ("/ (config.accum * n_parts)", "/ (config.accum * dist.get_world_size())", check_runs, "weights differ"),
