@@ -258,17 +258,17 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share one, if each seems a machine
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's --accum pairs (inputs, targets), each (b, s). Any ranks together have the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). The batch is the same on any number of ranks."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
-        sys.exit(f"--batch {config.batch}: must be a multiple of all microbatches, {replicas * config.accum}")
+        sys.exit(f"--batch {config.batch}: must be a multiple of its microbatches, {replicas * config.accum}")
     text = np.memmap(config.data, np.uint8, "r")
     random = np.random.default_rng((config.seed, step))
     starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]

@@ -1,21 +1,21 @@
-"""ZeRO-2: each rank holds only 1/N of the gradients, too.
+"""ZeRO-2: each rank also holds only 1/N of the gradients.
 
 Idea
     If a step has several microbatches, a rank of zero1.py holds the gradients of all weights until the last
     one. Here, as soon as a backward has computed a block's gradients, a reduce-scatter gives each rank the
-    sum of its 1/N, and the rest is freed. So k microbatches send gradients k times; what a rank gets adds up.
-    In code, this is zero1.py without is_last_backward. (ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1)
+    sum of its 1/N, and the rest is freed. With k microbatches, gradients are sent k times, and add up. In
+    code, this is zero1.py without is_last_backward. (ZeRO, arXiv 1910.02054, sections 5.2 and 7.2.1)
 
     Gradients travel while backward goes on, new weights during the next forward.
 
 Timeline (two blocks; 0 is the root: all outside of blocks; gathers bring the previous step's weights)
-    compute |             | forward 1 | forward 2 | backward 2 | backward 1       | the next microbatch | ...
-    network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 | ...
+    compute |             | forward 1, 2 | backward 2 | backward 1       | backward 0       | next microbatch
+    network | gather 0, 1 | gather 2     |            | reduce-scatter 2 | reduce-scatter 1 | reduce-scatter 0
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
     parameters    wP+cP/N                  w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 shards; else 0
     gradients     mP/N+w(E+U+max(E,U))     the shards' (m = 4), a unit's as made and as sent, the tied head's
-    gradients     w(P+max(E,U))            with --naive; from the second microbatch on mP/N more
+    gradients     w(P+max(E,U))            with --naive; plus mP/N from the second microbatch on
     optimizer     2mP/N                    AdamW's two moments
 
 Sent (bytes, by each rank in each step of k = --accum microbatches)
@@ -23,7 +23,7 @@ Sent (bytes, by each rank in each step of k = --accum microbatches)
     all-gather        wP(N-1)/N
 
 Run
-    torchrun --nproc_per_node=2 zero2.py
+    torchrun --nproc_per_node=2 zero2.py --accum 4
     torchrun --nproc_per_node=2 zero2.py --accum 4 --naive
     torchrun --nproc_per_node=8 zero2.py --size gpt2-xl --dtype bf16 --batch 64
 
@@ -251,17 +251,17 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share one, if each seems a machine
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's --accum pairs (inputs, targets), each (b, s). Any ranks together have the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). The batch is the same on any number of ranks."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
-        sys.exit(f"--batch {config.batch}: must be a multiple of all microbatches, {replicas * config.accum}")
+        sys.exit(f"--batch {config.batch}: must be a multiple of its microbatches, {replicas * config.accum}")
     text = np.memmap(config.data, np.uint8, "r")
     random = np.random.default_rng((config.seed, step))
     starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]

@@ -24,7 +24,7 @@ Sent (bytes, by each rank in each step of k = --accum microbatches)
 Run
     torchrun --nproc_per_node=4 more/hsdp.py          # by default, ranks are taken for two nodes
     torchrun --nproc_per_node=4 more/hsdp.py --naive  # nothing is computed while gradients cross nodes
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-endpoint=HOST:29500 more/hsdp.py --shard 8 --size gpt2-xl
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST more/hsdp.py --shard 8
 
 Left out
     What zero3.py leaves out. A block used twice, each time in a reentrant checkpoint.
@@ -307,17 +307,17 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share one, if each seems a machine
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")
 
 
 def microbatches(config, step, device, rank=0, replicas=1):
-    """A rank's --accum pairs (inputs, targets), each (b, s). Any ranks together have the same batch."""
+    """A rank's --accum pairs (inputs, targets), each (b, s). The batch is the same on any number of ranks."""
     b, rest = divmod(config.batch, replicas * config.accum)
     if rest:
-        sys.exit(f"--batch {config.batch}: must be a multiple of all microbatches, {replicas * config.accum}")
+        sys.exit(f"--batch {config.batch}: must be a multiple of its microbatches, {replicas * config.accum}")
     text = np.memmap(config.data, np.uint8, "r")
     random = np.random.default_rng((config.seed, step))
     starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=2 tools/ledger.py --json ddp.json --trace traces/ ddp.py --steps 3
 
 Runs the unmodified lesson and watches every operator of its second step, when the optimizer has its states,
-of more/diloco.py from its first line to its second.
+of more/diloco.py as many steps as there are from one exchange to the next.
 
 held: the most that any rank had alive at once, each line at its own peak. Parameters are the leaves that
 require a gradient, gradients their .grad, the optimizer's are in its state, and what a copy or a collective
