@@ -1,10 +1,10 @@
 """Muon on N ranks: each matrix has an owner, the one rank that updates it.
 
 Idea
-    In ddp.py every rank makes the same update. AdamW's is cheap, but Muon's is not: it orthogonalizes each
-    matrix's momentum, so that rare directions move as far as frequent ones (Muon is Scalable for LLM
-    Training, arXiv 2502.16982, section 2). So ranks should share this work. zero1.py may cut the weights
-    anywhere, as AdamW updates each number by itself. Muon needs entire matrices.
+    In ddp.py every rank makes the same update. AdamW's is cheap, but Muon's is not: it sets all singular
+    values of the momentum of each of the blocks' matrices to about 1, so that rare directions move as far as
+    frequent ones (Muon is Scalable for LLM Training, arXiv 2502.16982, section 2). So ranks should share this
+    work. AdamW updates each number by itself, so zero1.py can cut anywhere. Muon needs entire matrices.
 
     So each matrix has an owner. A reduce adds up its gradient, as an all-reduce does, but only the owner gets
     the sum. Only the owner has the momentum, and computes the update. Then a broadcast sends the new weights
@@ -20,7 +20,7 @@ Memory (bytes on each of N ranks; P parameters, H of them in the blocks' matrice
     parameters    wP+cX           w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies; else 0
     gradients     max(wP,mX)      those of the weights; in the update those of X in fp32 (m = 4)
     optimizer     mY              Muon's momentum, and AdamW's two moments
-    X: the most that a rank owns, about P/N. Y: the same if AdamW's weights count twice.
+    X: the most that a rank owns, about P/N, or a larger embedding. Y: as X, but AdamW's weights count twice.
     parameters    (w+c)P          with --naive
     gradients     mP              with --naive
     optimizer     m(2P-H)         with --naive
@@ -37,8 +37,8 @@ Run
 
 Left out
     Sending new weights during the next forward, as zero1.py does. The paper's own way (section 2.3): cutting
-    matrices, too, and gathering them for the update. Parameters that one backward does not reach, or reaches
-    twice (in blocks checkpointed with use_reentrant=True).
+    matrices, too, and gathering them for the update. Buckets. Parameters that one backward does not reach, or
+    reaches twice.
 """
 
 import argparse
@@ -57,11 +57,11 @@ FLAGS = {"naive": False}
 
 
 def newton_schulz(X):
-    """A matrix with X's singular vectors, and singular values near 1 (0.7 to 1.2), but for X's smallest."""
+    """Orthogonalizes X: same singular vectors, values 0.7 to 1.2 (very small ones stay smaller)."""
     if X.shape[0] > X.shape[1]:
-        return newton_schulz(X.mT).mT  # X @ X.mT is then the smaller one of two squares
+        return newton_schulz(X.mT).mT  # as X @ X.mT is smaller than X.mT @ X
     a, b, c = 3.4445, -4.7750, 2.0315
-    X = X / X.norm().clamp(min=1e-7)
+    X = X / X.norm().clamp(min=1e-7)  # now no singular value is above 1
     # Each singular value s becomes a s + b s^3 + c s^5. After five times it is near 1.
     for _ in range(5):
         A = X @ X.mT
@@ -124,8 +124,8 @@ class Owners:
             param.register_post_accumulate_grad_hook(self.gradient_ready)
 
     def gradient_ready(self, param):
-        # Collectives of all ranks must come in one order. They do: on each rank one thread goes through the
-        # same graph.
+        # All ranks must start them in one order. Autograd does not promise it (see ddp.py), but keeps it, as one
+        # thread on each rank goes through the same graph.
         if self.is_last_backward:
             self.reducing[param] = dist.reduce(param.grad, self.owners[param], async_op=True)
 
@@ -135,10 +135,10 @@ class Owners:
         for param, owner in self.owners.items():
             self.reducing.pop(param).wait()
             if owner != dist.get_rank():
-                param.grad = None  # it is a part of the sum
+                param.grad = None  # not the whole sum: of no use here
 
     def broadcast_all(self):
-        """To be called after the update. All travel at once, and then all are waited for."""
+        """To be called after the update. All are started, then all are waited for."""
         works = []
         for param, owner in self.owners.items():
             works.append(dist.broadcast(param.detach(), owner, async_op=True))

@@ -30,7 +30,7 @@ Run
 
 Left out
     Newcomers in place of the dead: a survivor would send them weights and moments. Several machines. NCCL: it
-    may wait for a dead rank for ever. If the launcher dies, or the worker that saves the weights, all ends.
+    may wait for a dead rank for ever. If the launcher dies, or a worker that saves weights, the job ends.
 """
 
 import argparse
@@ -57,9 +57,9 @@ def naive(vote):
     return vote == "yes"
 
 
-# Under torchrun this is enough: a death ends the job. But if the others go on: worker 2 sends the last part
-# of the sum to worker 0, and dies before it sends it to worker 1. Worker 0 updates, and goes on with the next
-# step, while worker 1 does this one again. From now on they add up gradients of different weights, unnoticed.
+# Under torchrun this is enough: a death ends the job. But if the others go on: worker 1 has the sum, and
+# worker 2 dies before it sends the last part of it to worker 0. Worker 1 updates, and does the next step,
+# while worker 0 does this one again. Then they add up gradients of different weights, unnoticed.
 
 # So they vote, and the launcher decides. Why is this safe? Who knows what, and when:
 #                            a worker                              the launcher
@@ -67,8 +67,8 @@ def naive(vote):
 #     after its vote         no more, so it changes nothing yet    some of the votes
 #     when all have voted    no more                               whether all have the sum: it decides
 #     after the answer       whether the step counts, for all      that all who live will know
-# Who has the sum needs nobody else for its update. So when all have it, each can update, even if others die
-# meanwhile. And the dead stay dead: a worker that hangs is killed before it counts as dead.
+# A worker that has the sum needs nobody else for its update. So when all have it, each can update, even if
+# others die meanwhile. And the dead stay dead: a worker that hangs is killed before it counts as dead.
 
 
 def hear_all(workers, timeout):
@@ -190,7 +190,7 @@ def train(config, ask=naive):
                 total_loss += loss.detach()
         if f"{os.getenv('LOCAL_RANK')}@{step}" in config.kill.split(","):
             os._exit(1)  # as by kill -9
-        vote = all_reduce([total_loss, *(param.grad for param in params)])
+        vote = all_reduce([total_loss, *(param.grad for param in params)], survives=config.workers > 0)
         if ask(vote):
             norm = squared_norm([param.grad for param in params]).sqrt()
             nn.utils.clip_grads_with_norm_(params, config.clip, norm)
@@ -201,13 +201,15 @@ def train(config, ask=naive):
         torch.save(model.state_dict(), config.save)
 
 
-def all_reduce(tensors):
+def all_reduce(tensors, survives):
     """Returns this worker's vote."""
     try:
         for tensor in tensors:
             dist.all_reduce(tensor)
         return "yes"
     except RuntimeError as error:  # a member is dead, or hangs
+        if not survives:
+            raise
         dist.destroy_process_group()  # so that those who wait for this one fail, too
         return str(error)
 
