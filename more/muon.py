@@ -124,7 +124,7 @@ class Owners:
             param.register_post_accumulate_grad_hook(self.gradient_ready)
 
     def gradient_ready(self, param):
-        # All ranks must start them in one order. Autograd does not promise it (see ddp.py), but keeps it, as one
+        # All ranks must start them in one order. Autograd does not promise it (ddp.py), but keeps it, as one
         # thread on each rank goes through the same graph.
         if self.is_last_backward:
             self.reducing[param] = dist.reduce(param.grad, self.owners[param], async_op=True)
