@@ -49,7 +49,7 @@ import torch.distributed.nn  # when torch.optim imports it, later, the process m
 import torch.nn as nn
 import torch.nn.functional as F
 
-FLAGS = {"naive": False, "workers": 0, "timeout": 30.0, "kill": ""}
+FLAGS = {"naive": False, "workers": 0, "timeout": 10.0, "kill": ""}
 
 
 def naive(vote):
@@ -77,8 +77,8 @@ def hear_all(workers, timeout):
     while len(votes) < len(workers):
         silent = [worker for worker in workers if worker not in votes]
         # Before the first vote all may compute as long as they want. Then the others should vote soon: in the
-        # all-reduce a worker waits for one timeout at most.
-        patience = 2 * timeout if any(votes.values()) else None
+        # all-reduce a worker waits for one timeout at most, and gloo waits for a connection for five.
+        patience = 6 * timeout if any(votes.values()) else None
         ready = wait([workers[worker][1] for worker in silent], patience)
         for worker in silent:
             process, pipe = workers[worker]

@@ -77,18 +77,22 @@ def is_alive(pid):
 
 def launched(name, flags, edits=None, signals=(), ends=(0,), seconds=60):
     """A job ends with one of these exit codes or words, with single.py's weights, and leaves no process.
-    edits: {lines of the lesson: what this job has in their place}. signals: [(kind, worker, when)]."""
+    Returns the launcher's lines. edits: {lines of the lesson: what this job has in their place}. signals: [(kind, worker, when)]."""
     steps = re.search(r"--steps \d+", flags)
     _, weights = train("single", 1, f"{SHAPE} {steps[0] if steps else ''}".strip())
     source = path_of(name.removesuffix(".py")).read_text()
     for old, new in (edits or {}).items():
         assert source.count(old) == 1, f"{source.count(old)} times: {old}"
         source = source.replace(old, new)
-    pids = {}
+    lines = []
+
+    def pids():
+        found = re.findall(r"worker (\d+) is process (\d+)", " ".join(lines))
+        return {int(worker): int(pid) for worker, pid in found}
 
     def send(kind, worker):
         with suppress(ProcessLookupError, KeyError):
-            os.kill(pids[worker], kind)
+            os.kill(pids()[worker], kind)
 
     timers = [threading.Timer(when, send, (kind, worker)) for kind, worker, when in signals]
     # Nobody kills a worker that stops while it saves: let it go on some time.
@@ -96,8 +100,7 @@ def launched(name, flags, edits=None, signals=(), ends=(0,), seconds=60):
     with TemporaryDirectory() as folder, limit(seconds), mock.patch.dict(os.environ):
         Path(folder, "survive.py").write_text(source)
         survive = load(f"{folder}/survive.py")
-        found = r"worker (\d+) is process (\d+)"
-        survive.print = lambda line, **_: pids.update([map(int, pair) for pair in re.findall(found, line)])
+        survive.print = lambda line, **_: lines.append(line)
         search = [folder, *sys.path]
         with mock.patch.dict(sys.modules, survive=survive), mock.patch.object(sys, "path", search):
             config = survive.parse(f"{SHAPE} {flags} --save {folder}/w".split())
@@ -107,10 +110,11 @@ def launched(name, flags, edits=None, signals=(), ends=(0,), seconds=60):
             for timer in timers:
                 timer.cancel()
         assert ended in ends or any(str(end) in str(ended) for end in ends if end), f"it ends with {ended}"
-        while any(map(is_alive, pids.values())):
+        while any(map(is_alive, pids().values())):
             time.sleep(0.01)
         if ended == 0:
             assert apart(torch.load(f"{folder}/w"), weights) < 1e-10, "weights differ"
+    return lines
 
 
 def check_orders(name, cases=orders.CASES):
@@ -136,17 +140,24 @@ def check_hang(name):
     edits = first(BEGIN, "me[0] == '1' and step == 2", stop)
     end = "    dist.destroy_process_group()\n\n\nclass"
     edits |= first(end, "me[0] == '2'", stop)
-    launched(name, "--workers 3 --steps 3 --timeout 1", edits, seconds=20)
+    launched(name, "--workers 3 --steps 3 --timeout 0.5", edits, seconds=12)
 
 
 def check_long(name):
     """Who computes for long is not killed, as long as the others do so, too."""
-    launched(name, "--workers 2 --steps 2 --timeout 0.6", first(BEGIN, "True", "time.sleep(1.5)"))
+    launched(name, "--workers 2 --steps 1 --timeout 0.4", first(BEGIN, "True", "time.sleep(3)"))
+
+
+def check_connecting(name):
+    """Who waits for a connection that nobody will make is not killed."""
+    for _ in range(3):  # whether there is one depends on which of two workers connects to the other
+        lines = launched(name, "--workers 6 --steps 2 --timeout 0.5 --kill 0@1")
+        assert lines[-1] == "workers [1, 2, 3, 4, 5] do step 1", f"a healthy one is killed: {lines[-1]}"
 
 
 def check_neighbours(name):
     """A death is heard of at once, also by those who wait for somebody who has left."""
-    launched(name, "--workers 5 --steps 3 --kill 2@2,4@3 --timeout 60", seconds=20)
+    launched(name, "--workers 5 --steps 3 --kill 2@2,4@3 --timeout 60", seconds=12)
 
 
 def check_error(name):
@@ -185,7 +196,7 @@ def test_random_deaths_leave_single_pys_weights(seed):
             else:
                 signals.append((draw.choice(kinds), worker, draw.uniform(0.02, 0.4)))
         own = ",".join(kill for kill in kills if ":" not in kill)
-        flags = f"--workers {workers} --timeout 2 {f'--kill {own}' if own else ''}"
+        flags = f"--workers {workers} --timeout 1 {f'--kill {own}' if own else ''}"
         try:  # a signal may come while the worker saves
             launched("survive", flags, deadly(kills), signals, ends=(0, -9, -15) if signals else (0,))
         except Exception as error:
@@ -207,8 +218,8 @@ def test_two_deaths_and_a_delay_at_any_moment_leave_no_member_behind():
     orders.try_all("more/survive.py", 20_000, cases=cases)
 
 
-CHECKS = [check_orders, check_runs, check_early, check_hang, check_long, check_neighbours, check_error]
-test_each_promise_is_kept = holds("survive", *CHECKS, check_ends)
+CHECKS = [check_orders, check_runs, check_early, check_hang, check_long, check_connecting, check_neighbours]
+test_each_promise_is_kept = holds("survive", *CHECKS, check_error, check_ends)
 FAILS = "        if not workers or failures > 2 * config.workers"
 MUTANTS = [
     ("naive(vote) if self.naive else counts", "naive(vote)", check_orders, "different weights"),
@@ -230,7 +241,8 @@ MUTANTS = [
     ("            other_end.close()", "            pass", check_neighbours, "hangs"),
     ("                process.kill()", "                pass", check_hang, "hangs"),
     ("in workers.values():\n            process.kill()", "in ():\n            pass", check_hang, "hangs"),
-    ("2 * timeout if any(votes.values()) else None", "timeout", check_long, "fails"),
+    ("6 * timeout if any(votes.values()) else None", "6 * timeout", check_long, "fails"),
+    ("6 * timeout", "2 * timeout", check_connecting, "a healthy one is killed"),
     ("\n        dist.destroy_process_group()", "\n        pass", check_neighbours, "hangs"),
     ("return saver.exitcode", "return 0", check_ends, "ends with 0"),
     ("/ (config.accum * n_parts)", "/ (config.accum * dist.get_world_size())", check_runs, "weights differ"),

@@ -206,7 +206,8 @@ def run_alone(path, commands):
             try:
                 subprocess.run(command, check=True, capture_output=True, timeout=2 * SECONDS, cwd=folder)
             except subprocess.SubprocessError as error:  # another exit code, or too late
-                return {"error": f"{error}".replace(f"{command}", "it")}
+                told = re.findall(r"\w+Error: .*", (error.stderr or b"").decode())
+                return {"error": told[0] if told else f"{error}".replace(f"{command}", "it")}
         return {"weights": torch.load(f"{folder}/weights")}
 
 
