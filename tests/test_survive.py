@@ -77,7 +77,8 @@ def is_alive(pid):
 
 def launched(name, flags, edits=None, signals=(), ends=(0,), seconds=60):
     """A job ends with one of these exit codes or words, with single.py's weights, and leaves no process.
-    Returns the launcher's lines. edits: {lines of the lesson: what this job has in their place}. signals: [(kind, worker, when)]."""
+    Returns the launcher's lines. edits: {lines of the lesson: what this job has in their place}.
+    signals: [(kind, worker, when)]."""
     steps = re.search(r"--steps \d+", flags)
     _, weights = train("single", 1, f"{SHAPE} {steps[0] if steps else ''}".strip())
     source = path_of(name.removesuffix(".py")).read_text()
