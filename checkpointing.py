@@ -15,12 +15,13 @@ Timeline (full, the last two of 4 blocks)
     compute | forward 3 | forward 4 | loss | recompute 4 | backward 4 | recompute 3 | backward 3 | ...
 
 Memory (bytes on each of N ranks; P parameters, L blocks, a heads, h width, v vocabulary, b sequences of s)
-    parameters     (w+c)P    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients      (m+w)P    m = 4; w: a copy, which is sent (in bf16 it becomes fp32 after that)
-    optimizer      2mP       AdamW's two moments
-    activations    bs(L(16wh+m(4+a))+2wh+m(2+v))    with --policy none
-    activations    bs(9Lwh+2wh+m(2+v))              with --policy selective; in backward 4wbsh more
-    activations    bs(Lwh+2wh+m(2+v))               with --policy full; in backward 15wbsh more
+    parameters     wP        w = 4 in fp32, 2 in bf16
+    parameters     +4P       with --dtype bf16: master weights
+    gradients      (4+w)P    w: a copy, which is sent; in bf16 it becomes fp32 after that
+    optimizer      8P        AdamW's two moments
+    activations    bs(L(16wh+4(4+a))+2wh+4(2+v))    with --policy none
+    activations    bs(9Lwh+2wh+4(2+v))              with --policy selective; in backward 4wbsh more
+    activations    bs(Lwh+2wh+4(2+v))               with --policy full; in backward 15wbsh more
     Activations are what is saved when backward begins. For each token a block saves 16 vectors of width h:
     norms' inputs and outputs 4; q, k, v 3; attention's output 1; GELU's input and output, of 4h, 8. It also
     saves 4 statistics of norms, and 1 of attention per head. Selective: norms' inputs 2; q, k, v 3; GELU's
@@ -47,7 +48,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
@@ -169,7 +170,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device, rank, world_size):
-            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             loss.backward()
             total_loss += loss.detach()
@@ -184,11 +185,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -220,7 +221,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -255,7 +256,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -14,10 +14,11 @@ Timeline (four layers, a bucket for each)
     network |         |            | bucket 1   | bucket 2   | bucket 3   | bucket 4 |
 
 Memory (bytes on each of N ranks; P parameters)
-    parameters    (w+c)P           w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     (m+w/B)P         m = 4: fp32 in the update; w/B: a bucket's copy, B = --buckets
-    gradients     mP               with --naive
-    optimizer     2mP              AdamW's two moments
+    parameters    wP               w = 4 in fp32, 2 in bf16
+    parameters    +4P              with --dtype bf16: master weights
+    gradients     (4+w/B)P         fp32 in the update; w/B: a bucket's copy, B = --buckets
+    gradients     4P               with --naive
+    optimizer     8P               AdamW's two moments
 
 Sent (bytes, by each rank in each step)
     all-reduce    2wP(N-1)/N       in a ring; collectives.py shows why
@@ -41,7 +42,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -134,7 +135,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, step, device, rank, world_size), 1):
-            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             model.is_last_backward = i == config.accum  # only then gradients travel; before, they add up
             loss.backward()
@@ -153,11 +154,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -189,7 +190,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -224,7 +225,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -22,9 +22,10 @@ Timeline (1f1b, N = 4, k = 6; F3 is the forward of microbatch 3, B3 its backward
     It is the same share if B takes longer than F. In flight: rank 0 starts N, then one for each that is back.
 
 Memory (bytes on a rank; R parameters in its stage; activations: of the microbatches in flight)
-    parameters    (w+c)R    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     mR        m = 4: bf16 ones become fp32 in the update
-    optimizer     2mR       AdamW's two moments
+    parameters    wR        w = 4 in fp32, 2 in bf16
+    parameters    +4R       with --dtype bf16: master weights
+    gradients     4R        bf16 ones become fp32 in the update
+    optimizer     8R        AdamW's two moments
 
 Sent (bytes, by a rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
     send          min(2,N-1)kwbsh    outputs and gradients; the first and last rank send one of them
@@ -47,7 +48,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -153,7 +154,8 @@ def train(config):
         dist.all_reduce(stage.total_loss)
         if stage.is_first or stage.is_last:  # both hold this weight: sum its gradients
             dist.all_reduce(stage.model.tokens.weight.grad, group=tied_group)
-        named = stage.model.named_parameters()  # tokens.weight counts in the norm once
+        # Two ranks have tokens.weight, but in the norm it counts once.
+        named = stage.model.named_parameters()
         squares = squared_norm([param.grad for name, param in named if rank == 0 or name != "tokens.weight"])
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -168,11 +170,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -204,7 +206,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -239,7 +241,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -18,15 +18,16 @@ Timeline (backward of an MLP; in forward nothing overlaps, as the next layer wai
     network |                               | all-reduce: gradient of x |
 
 Memory (bytes on each of N ranks; P parameters, of which r = (6L+2+s)h are replicated)
-    parameters     (w+c)((P-r)/N+r)    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients      m((P-r)/N+r)        m = 4, also of what is fp32 in bf16
-    optimizer      2m((P-r)/N+r)       AdamW's two moments
-    activations    bs((4L+2)(wh+m)+2m+(12Lwh+m(aL+v))/N)
+    parameters     w((P-r)/N+r)        w = 4 in fp32, 2 in bf16
+    parameters     +4((P-r)/N+r)       with --dtype bf16: master weights
+    gradients      4((P-r)/N+r)        also of what is fp32 in bf16
+    optimizer      8((P-r)/N+r)        AdamW's two moments
+    activations    bs((4L+2)(wh+4)+8+(12Lwh+4(aL+v))/N)
     L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch. Whole: norms' inputs and
     outputs, their statistics, the loss's sums. Split: qkv, attended, up, gelu (12h), softmax's sums, logits.
 
 Sent (bytes, by each rank in each step of k microbatches)
-    all-reduce     2kbs((4L+2)wh+3m)(N-1)/N    4 a block, embedding and head 1 each; the loss 3 per token
+    all-reduce     2kbs((4L+2)wh+12)(N-1)/N    4 a block, embedding and head 1 each; the loss 3 per token
 
 Run
     torchrun --nproc_per_node=2 tensor_parallel.py    # add --naive: nothing is computed during all-reduces
@@ -45,7 +46,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -150,11 +151,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -186,7 +187,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -221,7 +222,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

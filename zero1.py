@@ -14,11 +14,12 @@ Timeline (two blocks; 0 is the root: all outside of blocks; gathers bring the pr
     network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 |
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
-    parameters    wP+cP/N                  w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 shards; else 0
-    gradients     w(P+E+U)                 all, a unit's once more as sent, and the tied head's (see GPT.head)
-    gradients     mP/N+w(E+U+max(E,U))     with --accum 1: as in zero2.py (m = 4)
+    parameters    wP                       w = 4 in fp32, 2 in bf16
+    parameters    +4P/N                    with --dtype bf16: fp32 shards
+    gradients     w(P+E+U)                 all; the head's until the embedding's; a sent copy
+    gradients     4P/N+w(E+U+max(E,U))     with --accum 1: as in zero2.py
     gradients     w(P+max(E,U))            with --naive
-    optimizer     2mP/N                    AdamW's two moments
+    optimizer     8P/N                     AdamW's two moments
 
 Sent (bytes, by each rank in each step)
     reduce-scatter    wP(N-1)/N
@@ -42,7 +43,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -178,7 +179,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, step, device, rank, world_size), 1):
-            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             model.is_last_backward = i == config.accum  # only then gradients travel; before, they add up
             loss.backward()
@@ -223,7 +224,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -258,7 +259,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -13,10 +13,11 @@ Timeline (two blocks; 0 is the root: all outside of blocks; gathers bring the pr
     network | gather 0, 1 | gather 2     |            | reduce-scatter 2 | reduce-scatter 1 | reduce-scatter 0
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
-    parameters    wP+cP/N                  w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 shards; else 0
-    gradients     mP/N+w(E+U+max(E,U))     the shards' (m = 4), a unit's as made and as sent, the tied head's
+    parameters    wP                       w = 4 in fp32, 2 in bf16
+    parameters    +4P/N                    with --dtype bf16: fp32 shards
+    gradients     4P/N+w(E+U+max(E,U))     shards; the head's, until the embedding's; a unit's; a sent copy
     gradients     w(P+max(E,U))            with --naive; plus mP/N from the second microbatch on
-    optimizer     2mP/N                    AdamW's two moments
+    optimizer     8P/N                     AdamW's two moments
 
 Sent (bytes, by each rank in each step of k = --accum microbatches)
     reduce-scatter    kwP(N-1)/N
@@ -40,7 +41,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -142,7 +143,7 @@ class ZeRO2(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's gradients have travelled meanwhile; this frees them before more are copied.
+            # Finish the previous unit's, which travelled meanwhile: that frees them before more are copied.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
 
@@ -173,7 +174,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device, rank, world_size):
-            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             loss.backward()
             if config.naive:
@@ -216,7 +217,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -251,7 +252,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -12,9 +12,9 @@ Timeline (three blocks; the last two stay, as backward begins with them; so does
     network | gather 0, 1 | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | ...
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks; f = --prefetch)
-    parameters    mP/N+w(E+(1+f)U)         the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
-    gradients     mP/N+w(E+U+max(E,U))     the shards' (m = 4), a unit's as made and as sent, the tied head's
-    optimizer     2mP/N                    AdamW's two moments
+    parameters    4P/N+w(E+(1+f)U)         the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
+    gradients     4P/N+w(E+U+max(E,U))     shards; the head's, until the embedding's; a unit's; a sent copy
+    optimizer     8P/N                     AdamW's two moments
 
 Sent (bytes, by each rank in each step of k = --accum microbatches)
     reduce-scatter    kwP(N-1)/N
@@ -38,7 +38,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -154,18 +154,18 @@ class ZeRO3(nn.Module):
         unit.finish_gather()
 
     def end_forward(self, unit, output):
-        # Backward begins with the last units. (A checkpointed block runs forward in backward: keep it.)
+        # Backward begins with the last units: keep them. In backward (checkpoints run forward again), too.
         if self.direction == 1 and unit not in self.units[-1 - self.prefetch :]:
             unit.free()
         if output.requires_grad:
-            # When backward comes back to this block; restore() would do, but not for checkpoints in it.
+            # When backward comes to this block. (restore() gathers, too, but checkpoints save no weights.)
             output.register_hook(lambda grad: self.gather(unit))
 
     def note(self, tensor):
         """What autograd saves in place of a tensor."""
         unit = UNIT_OF.get(tensor.untyped_storage())
         if unit is None:  # not a weight but an activation
-            return tensor.detach(), tensor._version  # with hooks, autograd does not check versions itself
+            return tensor.detach(), tensor._version  # with hooks, autograd itself checks no versions
         return unit, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def restore(self, kept):
@@ -181,7 +181,7 @@ class ZeRO3(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's gradients have travelled meanwhile; this frees them before more are copied.
+            # Finish the previous unit's, which travelled meanwhile: that frees them before more are copied.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
             unit.free()
@@ -213,7 +213,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device, rank, world_size):
-            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             loss.backward()
             total_loss += loss.detach()
@@ -250,7 +250,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -285,7 +285,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -16,15 +16,15 @@ Timeline (H = 3)
     network |      |      |      | all-reduce |              |      |      |      | all-reduce | ...
 
 Memory (bytes on each of N ranks; P parameters)
-    parameters    (w+c+m)P      w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0; outer
-                                weights (m = 4)
-    parameters    (w+c)P        with --inner-steps 0
-    gradients     mP            inner ones, or outer ones
-    optimizer     3mP           AdamW's two moments, and the outer momentum
-    optimizer     2mP           with --inner-steps 0
+    parameters    wP            w = 4 in fp32, 2 in bf16
+    parameters    +4P           with --dtype bf16: master weights
+    parameters    +4P           without --inner-steps 0: outer weights
+    gradients     4P            inner ones, or outer ones
+    optimizer     12P           AdamW's two moments, and the outer momentum
+    optimizer     8P            with --inner-steps 0
 
 Sent (bytes, by each rank in H steps)
-    all-reduce    2mP(N-1)/N    and the loss, one number a step
+    all-reduce    8P(N-1)/N     and the loss, one number a step
     all-reduce    2wP(N-1)/N    with --inner-steps 0: in each step
 
 Run
@@ -45,7 +45,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -116,11 +116,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -152,7 +152,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -187,7 +187,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -1,31 +1,31 @@
 """Asynchronous data parallelism: a parameter server, and workers that need not wait for one another.
 
 Idea
-    A server has the weights. Each of N workers pulls a copy of them, computes the gradient of its part of a
+    A server holds the weights. Each of N workers pulls a copy of them, computes the gradient of its part of a
     batch, pushes that to the server, and begins again. Who waits for whom is a choice (--mode):
 
     bsp (bulk-synchronous): all wait for all. The N pushes of a step, summed, make one update, as in ddp.py.
     One slow worker makes all of them slow.
-    asp (asynchronous): nobody waits for another worker. Each push makes an update of its own. If other
-    updates came after its pull, the gradient is stale: computed on older weights than those that it updates.
+    asp (asynchronous): nobody waits for another worker's gradient. Each push, of 1/N of a batch, makes an
+    update. If others came after its pull, its gradient is stale: of older weights than those that it updates.
     (Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 4.1)
-    ssp (stale-synchronous): a worker may pull if it is at most S pushes (--staleness) ahead of the slowest.
+    ssp (stale-synchronous): a worker pulls only if it has made at most S more pushes than the slowest.
     (Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013)
 
-    Here the server and the workers are threads of one process. (naive: bsp, with one thread for all workers)
+    naive: the updates of bsp, but workers take turns. All are threads of one process. (S: --staleness)
 
 Timeline (asp; worker 0 is slower)
       server | sends |                      | update | sends |                      | update | update |
     worker 1 | pull  | forward and backward | push   | pull  | forward and backward | push   |
     worker 0 | pull  | forward and backward                                         |        | push
 
-Memory (bytes of the server, and of each worker; P parameters)
-    parameters    mP      m = 4; workers wP, w = 4 in fp32, 2 in bf16
-    gradients     mP      workers wP
-    optimizer     2mP     workers 0; AdamW's two moments
+Memory (bytes; P parameters; w = 4 in fp32, 2 in bf16)
+    parameters    4P      on the server; wP on each worker
+    gradients     4P      on the server; wP on each worker
+    optimizer     8P      AdamW's two moments, on the server
 
-Sent (bytes to and from the server, in N pushes)
-    send          2NwP    gradients, and before them the weights
+Sent (bytes to and from the server, for N pulls and N pushes)
+    send          2NwP    weights to the workers, gradients to the server
 
 Run
     python more/dp_async.py --workers 4 --mode asp --slow 4
@@ -33,7 +33,8 @@ Run
     python more/dp_async.py --workers 4 --mode naive
 
 Left out
-    Servers in other processes, each with a part of the weights. A learning rate for N times as many updates.
+    Servers in other processes, each with a part of the weights. In asp, a learning rate for N times as many
+    updates, and more pushes for fast workers: here all make as many, so the slowest ends last.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -57,7 +58,7 @@ FLAGS = {"mode": ("bsp", "asp", "ssp", "naive"), "workers": 2, "staleness": 2, "
 
 
 class Server:
-    """Has the weights, and updates them. Workers call wait_turn(), pull(), push(); train() serve_push()."""
+    """Holds and updates the weights. Workers call wait_turn(), pull(), push(); train() calls serve_push()."""
 
     def __init__(self, module, config):
         self.module = module
@@ -67,23 +68,23 @@ class Server:
         self.pushes_per_update = config.workers if is_synchronous else 1
         # Who waits for whom: how many pushes a worker may be ahead of the slowest when it pulls.
         self.most_ahead = {"asp": math.inf, "ssp": config.staleness}.get(config.mode, 0)
-        self.clocks = [0] * config.workers  # the pushes of each
+        self.clocks = [0] * config.workers  # each worker's pushes that have been served
         self.version = 0  # updates so far
-        self.norm = None  # of the last one's gradient
+        self.norm = None  # of the gradient of the last update
         self.ages = Counter()  # {updates between a pull and its push: how often}
         self.inbox = []  # pushes that wait for serve_push()
         self.error = None
-        # A thread reads or changes weights and the above only while it holds this lock. While it waits for
-        # something, it lets go of the lock, and looks again when another one notifies it.
+        # A lock, for weights and clocks. wait_for() gives it back, and checks again when another thread
+        # notifies this one.
         self.condition = threading.Condition()
 
     def wait_for(self, is_true):
         self.condition.wait_for(lambda: is_true() or self.error)
-        if self.error:  # a thread has failed: end all, or they would wait for it
+        if self.error:  # a thread has failed: end all, or they would wait forever
             raise self.error
 
     def wait_turn(self, worker):
-        """Wait until the worker is at most so many pushes ahead of the slowest."""
+        """Wait until the worker is at most most_ahead pushes ahead of the slowest."""
         with self.condition:
             self.wait_for(lambda: self.clocks[worker] <= min(self.clocks) + self.most_ahead)
 
@@ -96,7 +97,7 @@ class Server:
             return self.version
 
     def push(self, worker, replica, version, loss):
-        """Hand in the replica's gradients, of weights of this version, and wait until the server has them."""
+        """Hand in the gradients of this version, and wait until the server has read them."""
         with self.condition:
             pushes = self.clocks[worker]
             self.inbox.append((worker, replica, version, loss))
@@ -141,7 +142,7 @@ def train_share(server, worker, replica, step, config):
     started = time.perf_counter()
     total_loss = 0
     for inputs, targets in batches:
-        # An update is the mean over the microbatches of its pushes. So each loss is divided by their number.
+        # An update sums its pushes, and is to be the mean of their microbatches: divide by their number.
         loss = mean_loss(replica(inputs), targets) / (config.accum * server.pushes_per_update)
         loss.backward()
         total_loss += loss.detach()
@@ -157,13 +158,13 @@ def naive(steps, workers):
 
 
 def concurrent(steps, workers):
-    """A thread for each worker. They compute at the same time, as torch lets go of Python's lock."""
+    """A thread for each worker. They compute at the same time, as torch releases Python's lock (GIL)."""
     return [[(step, worker) for step in steps] for worker in workers]
 
 
 def work(server, tasks, device, config):
-    # On GPUs autograd has one thread for each device, where backwards of workers that share one would take
-    # turns. With this a backward stays in its worker's thread.
+    # On GPUs autograd runs all backwards of a device in one thread, so workers that share a GPU would take
+    # turns. With this, a backward stays in its worker's thread.
     torch.autograd.set_multithreading_enabled(False)
     try:
         replica = copy.deepcopy(server.module).to(device, DTYPES[config.dtype])
@@ -179,7 +180,7 @@ def train(config):
         sys.exit("dp_async.py is one process: start it with python, and with --workers")
     if config.workers < 1 or config.staleness < 0 or not 1 <= config.slow < math.inf:
         sys.exit("--workers must be at least 1, --staleness at least 0, --slow at least 1")
-    torch.set_num_threads(torch.get_num_threads() // config.workers or 1)  # each has a part of the cores
+    torch.set_num_threads(torch.get_num_threads() // config.workers or 1)  # they share the cores
     gpus = torch.cuda.device_count()
     devices = [torch.device("cuda", i % gpus) if gpus else device for i in range(config.workers)]
     model = GPT(config).to(devices[0], wide(DTYPES[config.dtype]))  # bf16 would round small updates away
@@ -221,7 +222,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -256,7 +257,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

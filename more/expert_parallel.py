@@ -21,9 +21,10 @@ Timeline (forward on rank 0 of 2. It has tokens 0, 1, 2 and experts A, B; rank 1
     Outputs go back the same way: to order 3, by an all-to-all to order 2; then they are added up by token.
 
 Memory (bytes on each of N ranks; an expert has U parameters, M blocks have X each; D all else)
-    parameters    (w+c)(D+MXU/e)    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     m(D+MXU/e)        m = 4: fp32 in the update
-    optimizer     2m(D+MXU/e)       AdamW's two moments. (e = 1 for the naive version)
+    parameters    w(D+MXU/e)        w = 4 in fp32, 2 in bf16
+    parameters    +4(D+MXU/e)       with --dtype bf16: master weights
+    gradients     4(D+MXU/e)        fp32 in the update
+    optimizer     8(D+MXU/e)        AdamW's two moments. (e = 1 for the naive version)
 
 Sent (bytes, by each rank in each step of k microbatches, each of b sequences of s tokens on all ranks)
     all-to-all    4wkM(tbsh/N)(e-1)/e           on average; 2 in forward, 2 in backward; h width
@@ -49,7 +50,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -208,11 +209,11 @@ def check(config, world_size):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -244,7 +245,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -279,7 +280,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -1,33 +1,33 @@
-"""HSDP, hybrid sharding: ZeRO-3 inside each node; nodes hold replicas, and all-reduce gradients.
+"""HSDP, hybrid sharding: ZeRO-3 inside each node; the nodes are replicas, and all-reduce gradients.
 
 Idea
-    In zero3.py each block's weights come from all ranks, twice in each microbatch, even over slow links
-    between nodes. Here only the F ranks of a node share the weights. The nodes are replicas, as the ranks of
-    ddp.py are: once in a step an all-reduce sums each shard's gradient over them. A shard is 1/F of the
-    model, so a rank all-reduces 1/F of what it does in ddp.py. (FSDP, arXiv 2304.11277, section 3.2.2)
+    In zero3.py each rank keeps 1/N of the weights, and gathers each block's twice in each microbatch, even
+    over slow links between nodes. Here the F ranks of a node split the weights: each keeps 1/F, its shard,
+    which is more. The nodes are replicas, as the ranks of ddp.py are: once per step an all-reduce sums each
+    shard's gradient over them, 1/F of what a rank sums in ddp.py. (FSDP, arXiv 2304.11277, section 3.2.2)
 
-Timeline (three blocks, the last microbatch; gathers of the root and block 1 come before)
+Timeline (three blocks, of which 2 and 3 stay for backward; gathers of the root, all else, and 1 came before)
     compute | forward 1 | forward 2 | forward 3 | backward 3 | backward 2                 | backward 1 ...
     in node | gather 2  | gather 3  |           |            | reduce-scatter 3, gather 1 | reduce-scatter 2
     between |           |           |           |            |                            | all-reduce 3
 
 Memory (bytes on each of N ranks, F = --shard in a node; P parameters, U in a block, E outside of all blocks)
-    parameters    mP/F+w(E+2U)             the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
-    gradients     mP/F+w(E+U+max(E,U))     the shards' (m = 4), a unit's as made and as sent, the tied head's
-    optimizer     2mP/F                    AdamW's two moments
+    parameters    4P/F+w(E+2U)             the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
+    gradients     4P/F+w(E+U+max(E,U))     shards; the head's, until the embedding's; a unit's; a sent copy
+    optimizer     8P/F                     AdamW's two moments
 
 Sent (bytes, by each rank in each step of k = --accum microbatches)
     reduce-scatter    kwP(F-1)/F                inside the node
     all-gather        kw(2P-E-2U)(F-1)/F        inside the node
-    all-reduce        2m(P/F)(N-F)/N            between nodes, once in a step
+    all-reduce        8(P/F)(N-F)/N             between nodes, once per step, in fp32
 
 Run
-    torchrun --nproc_per_node=4 more/hsdp.py          # by default, ranks are taken for two nodes
+    torchrun --nproc_per_node=4 more/hsdp.py          # by default, the ranks play two nodes
     torchrun --nproc_per_node=4 more/hsdp.py --naive  # nothing is computed while gradients cross nodes
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST more/hsdp.py --shard 8
 
 Left out
-    What zero3.py leaves out. A block used twice, each time in a reentrant checkpoint.
+    Parameters that are frozen, unused or shared. A block used twice, in two reentrant checkpoints.
 """
 
 import argparse
@@ -38,7 +38,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -117,7 +117,7 @@ class Unit:
 
 
 def naive(units):
-    """All-reduce after the last backward: nothing is computed meanwhile."""
+    """All-reduce after the last backward: nothing is computed while gradients cross nodes."""
     for unit in units:
         unit.start_all_reduce()
 
@@ -145,7 +145,7 @@ class HSDP(nn.Module):
             unit.free()
         self.direction = 1
         self.gather(self.root)
-        # Otherwise autograd would hold the weights, and free() would free nothing: see zero3.py.
+        # Autograd saves weights, and free() would free nothing. Here it saves notes of them: see zero3.py.
         with torch.autograd.graph.saved_tensors_hooks(self.note, self.restore):
             output = self.module(*inputs)
         self.direction = -1
@@ -162,18 +162,18 @@ class HSDP(nn.Module):
         unit.finish_gather()
 
     def end_forward(self, unit, output):
-        # Backward begins with the last units. (A checkpointed block runs forward in backward: keep it.)
+        # Backward begins with the last units: keep them. In backward (checkpoints run forward again), too.
         if self.direction == 1 and unit not in self.units[-2:]:
             unit.free()
         if output.requires_grad:
-            # When backward comes back to this block; restore() would do, but not for checkpoints in it.
+            # When backward comes to this block. (restore() gathers, too, but checkpoints save no weights.)
             output.register_hook(lambda grad: self.gather(unit))
 
     def note(self, tensor):
         """What autograd saves in place of a tensor."""
         unit = UNIT_OF.get(tensor.untyped_storage())
         if unit is None:  # not a weight but an activation
-            return tensor.detach(), tensor._version  # with hooks, autograd does not check versions itself
+            return tensor.detach(), tensor._version  # with hooks, autograd itself checks no versions
         return unit, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def restore(self, kept):
@@ -189,13 +189,13 @@ class HSDP(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's gradients have travelled meanwhile; this frees them before more are copied.
+            # Finish the previous unit's, which travelled meanwhile: that frees them before more are copied.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
             unit.free()
 
     def finish_reduce_scatters(self):
-        """Called after each backward, too: the next one is to all-reduce only what is complete."""
+        """Called after each backward, too, as the root's gradients come last."""
         for unit in self.units:
             if unit.reducing:
                 unit.finish_reduce_scatter()
@@ -230,7 +230,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, step, device, rank, world_size), 1):
-            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             model.is_last_backward = i == config.accum and not config.naive
             loss.backward()
@@ -272,7 +272,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -307,7 +307,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -1,31 +1,29 @@
 """Muon on N ranks: each matrix has an owner, the one rank that updates it.
 
 Idea
-    In ddp.py every rank makes the same update. AdamW's is cheap, but Muon's is not: it sets all singular
-    values of the momentum of each of the blocks' matrices to about 1, so that rare directions move as far as
-    frequent ones (Muon is Scalable for LLM Training, arXiv 2502.16982, section 2). So ranks should share this
-    work. AdamW updates each number by itself, so zero1.py can cut anywhere. Muon needs entire matrices.
+    In ddp.py every rank makes the same update. AdamW's is cheap, but Muon's is not. For each matrix of the
+    blocks it takes the momentum and sets its singular values to about 1, so that rare directions move as far
+    as frequent ones: that is the update (Muon is Scalable for LLM Training, arXiv 2502.16982, section 2). So
+    ranks should share this work. AdamW updates each number by itself, so zero1.py can give each rank any 1/N
+    of the numbers. Muon needs entire matrices.
 
     So each matrix has an owner. A reduce adds up its gradient, as an all-reduce does, but only the owner gets
-    the sum. Only the owner has the momentum, and computes the update. Then a broadcast sends the new weights
-    from the owner to all other ranks. Each rank owns about 1/N of the weights: embeddings, norms and biases
-    have owners, too, which update them with AdamW.
+    the sum. Only the owner keeps the momentum and computes the update. Then a broadcast sends the new weights
+    from the owner to all other ranks. Embeddings, norms and biases have owners, too, which update them with
+    AdamW. Each rank owns about 1/N of the weights.
 
-Timeline (two layers with one matrix each; rank 0 owns matrix 1, rank 1 owns matrix 2)
+Timeline (two matrices, one owned by each rank; updates wait for the norm of all gradients)
     rank 0  | forward | backward 2 | backward 1 |          | update 1 |
     rank 1  | forward | backward 2 | backward 1 |          | update 2 |
     network |         |            | reduce 2   | reduce 1 |          | broadcast 1, 2
 
-Memory (bytes on each of N ranks; P parameters, H of them in the blocks' matrices)
-    parameters    wP+cX           w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 copies; else 0
-    gradients     max(wP,mX)      those of the weights; in the update those of X in fp32 (m = 4)
-    optimizer     mY              Muon's momentum, and AdamW's two moments
-    X: the most that a rank owns, about P/N, or a larger embedding. Y: as X, but AdamW's weights count twice.
-    parameters    (w+c)P          with --naive
-    gradients     mP              with --naive
-    optimizer     m(2P-H)         with --naive
+Memory (bytes on each of N ranks; P parameters; X: the most that a rank owns, about P/N; with --naive, P)
+    parameters    wP              w = 4 in fp32, 2 in bf16
+    parameters    +4X             with --dtype bf16: master weights
+    gradients     max(wP,4X)      all as computed; then the owned ones in fp32
+    optimizer     4Y              a momentum for Muon, two moments for AdamW: Y is X, but these count twice
 
-Sent (bytes, by each rank in each step; of reduces and broadcasts the mean over ranks)
+Sent (bytes, by each rank in each step; the mean over ranks, as owners send more or less)
     reduce        wP(N-1)/N       without --naive
     broadcast     wP(N-1)/N       without --naive
     all-reduce    2wP(N-1)/N      with --naive
@@ -37,8 +35,7 @@ Run
 
 Left out
     Sending new weights during the next forward, as zero1.py does. The paper's own way (section 2.3): cutting
-    matrices, too, and gathering them for the update. Buckets. Parameters that one backward does not reach, or
-    reaches twice.
+    matrices, too, and gathering them for the update. Buckets. Parameters that one backward does not reach.
 """
 
 import argparse
@@ -49,7 +46,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -57,12 +54,12 @@ FLAGS = {"naive": False}
 
 
 def newton_schulz(X):
-    """Orthogonalizes X: same singular vectors, values 0.7 to 1.2 (very small ones stay smaller)."""
+    """Keeps the singular vectors of X, and brings its singular values to 0.7 to 1.2 (not very small ones)."""
     if X.shape[0] > X.shape[1]:
-        return newton_schulz(X.mT).mT  # as X @ X.mT is smaller than X.mT @ X
+        return newton_schulz(X.mT).mT  # so that X @ X.mT, below, is the smaller of the two products
     a, b, c = 3.4445, -4.7750, 2.0315
     X = X / X.norm().clamp(min=1e-7)  # now no singular value is above 1
-    # Each singular value s becomes a s + b s^3 + c s^5. After five times it is near 1.
+    # Each singular value s becomes a s + b s^3 + c s^5. After five iterations it is near 1.
     for _ in range(5):
         A = X @ X.mT
         B = torch.addmm(A, A, A, beta=b, alpha=c)  # b * A + c * A @ A
@@ -79,26 +76,25 @@ class Muon(torch.optim.Optimizer):
             self.state[matrix]["momentum"] = torch.zeros_like(matrix)
 
     def step(self):
-        lr, weight_decay, beta = self.defaults["lr"], 0.1, 0.95
+        lr, weight_decay, beta = self.param_groups[0]["lr"], 0.1, 0.95
         for matrix, state in self.state.items():
             momentum = state["momentum"].lerp_(matrix.grad, 1 - beta)
             update = matrix.grad.lerp(momentum, beta)  # Nesterov's: it looks a step ahead
             # bf16 is exact enough here, and faster. (fp64 is for tests.)
             update = newton_schulz(update if update.dtype == torch.float64 else update.bfloat16())
             matrix.mul_(1 - lr * weight_decay)
-            # Its numbers are about max(shape) ** -0.5 large, those of AdamW's update 0.2: one lr serves both.
+            # The update's numbers are about max(shape) ** -0.5 in size, AdamW's 0.2: so one lr serves both.
             matrix.add_(update, alpha=-lr * 0.2 * max(matrix.shape) ** 0.5)
 
 
 def naive(params):
-    """After backward. Then every rank updates all parameters, and need not send them."""
+    """After backward. Every rank then updates all parameters, so no weights are sent."""
     for param in params:
         dist.all_reduce(param.grad)
 
 
-# It has three costs. While gradients travel, nothing is computed. Each rank holds all momenta. And each rank
-# computes all Newton-Schulz iterations, however many ranks there are: as much work as training on about 4h
-# more tokens (h: --width).
+# This has three costs. While gradients travel, nothing is computed. Each rank holds all momenta. And each
+# rank computes all Newton-Schulz iterations, per step as much work as training on about 4 * width tokens.
 
 
 def assign_owners(params, world_size):
@@ -118,14 +114,14 @@ class Owners:
         self.owners = assign_owners(params, dist.get_world_size())
         self.own = [param for param, owner in self.owners.items() if owner == dist.get_rank()]
         self.is_last_backward = True
-        self.reducing = {}  # {parameter whose gradient is on its way: its message}
+        self.reducing = {}  # {parameter whose gradient is on its way: its work handle}
         for param in params:
             # Autograd calls gradient_ready() as soon as it has computed param.grad.
             param.register_post_accumulate_grad_hook(self.gradient_ready)
 
     def gradient_ready(self, param):
-        # All ranks must start them in one order. Autograd does not promise it (ddp.py), but keeps it, as one
-        # thread on each rank goes through the same graph.
+        # All ranks must start the reduces in the same order. Autograd does not promise one, but keeps one, as
+        # a single thread goes through the same graph on each rank.
         if self.is_last_backward:
             self.reducing[param] = dist.reduce(param.grad, self.owners[param], async_op=True)
 
@@ -135,10 +131,10 @@ class Owners:
         for param, owner in self.owners.items():
             self.reducing.pop(param).wait()
             if owner != dist.get_rank():
-                param.grad = None  # not the whole sum: of no use here
+                param.grad = None  # only a part of the sum, of no use here
 
     def broadcast_all(self):
-        """To be called after the update. All are started, then all are waited for."""
+        """To be called after the update. Starts all of them, then waits for them."""
         works = []
         for param, owner in self.owners.items():
             works.append(dist.broadcast(param.detach(), owner, async_op=True))
@@ -159,9 +155,9 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for i, (inputs, targets) in enumerate(microbatches(config, step, device, rank, world_size), 1):
-            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
-            # Only in the last backward gradients travel; before, they add up.
+            # Gradients travel only in the last backward; until then they add up here.
             owners.is_last_backward = i == config.accum and not config.naive
             loss.backward()
             total_loss += loss.detach()
@@ -184,11 +180,11 @@ def train(config):
 
 
 class MuonAndAdamW:
-    """Muon and AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """Muon and AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, matrices, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         both = list(zip(self.params, self.masters))
         self.muon = Muon([master for param, master in both if param in matrices], lr)
@@ -225,7 +221,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -260,7 +256,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

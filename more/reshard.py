@@ -17,9 +17,9 @@ Timeline
      servers | loss of batch 3               | receive | loss of batch 4               | receive | ...
 
 Memory (bytes on each of N trainers; P parameters; besides 8 for each weight that it sends, its place)
-    parameters    mP/N+wP     the shard (m = 4), and all, for a microbatch (w = 4 in fp32, 2 in bf16)
-    gradients     mP/N+2wP    the shard's, and all, once more in one piece, as sent
-    optimizer     2mP/N       AdamW's two moments
+    parameters    4P/N+wP     the shard, and all, for a microbatch (w = 4 in fp32, 2 in bf16)
+    gradients     4P/N+2wP    the shard's, and all, once more in one piece, as sent
+    optimizer     8P/N        AdamW's two moments
 
 Sent (bytes, by each trainer in each step of k = --accum microbatches of b sequences)
     reduce-scatter    kwP(N-1)/N
@@ -46,7 +46,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -185,7 +185,7 @@ def train(config):
         if is_trainer:
             for inputs, targets in microbatches(config, step, device, rank, config.trainers):
                 holder.gather()
-                # The batch's loss is the mean of all its microbatches. So each is divided by their number.
+                # The batch's loss is the mean of all its microbatches: each loss is divided by their number.
                 loss = mean_loss(model(inputs), targets) / (config.accum * config.trainers)
                 loss.backward()
                 holder.reduce_scatter()
@@ -232,7 +232,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -267,7 +267,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -1,24 +1,25 @@
 """Resume: each rank saves its part of a checkpoint; any number of ranks can load it and train on.
 
 Idea
-    In zero1.py each of N ranks holds 1/N of the optimizer's state. So each writes this part to a file of its
-    own, all at the same time, and nothing is gathered. A checkpoint is a table with a column for each
-    parameter and three rows: its weight in fp32 and Adam's two moments. Each file has 1/N of the columns. If
-    M ranks go on, each copies the columns that it needs from the files that have them. (ByteCheckpoint,
-    arXiv 2407.20143)
+    As in zero1.py, each of N ranks updates 1/N of the weights, and holds Adam's moments only of those. Each
+    writes this part to its own file, at the same time; nothing is gathered. A checkpoint is a table, with a
+    column for each single weight and three rows: the weight in fp32, and Adam's two moments. Each file has
+    1/N of the columns. To resume on M ranks, each copies what it needs from the files that have it.
+    (ByteCheckpoint, arXiv 2407.20143)
 
-    Training waits only for a copy in memory, which a thread writes to the disk (CheckFreq, FAST 2021). When
-    all ranks have written their files, rank 0 renames the folder. So whenever a rank is killed, there is a
-    complete checkpoint, the new one or the one before. Checksums tell if a file is damaged.
+    Training pauses only to copy the part in memory; a thread then writes the copy (CheckFreq, FAST 2021).
+    When all have written, rank 0 renames the folder. So whenever a rank is killed, there is a complete
+    checkpoint, the newest or the one before, once there has been one. Checksums detect damaged files.
 
 Timeline (--every 10)
     training | step 9 | step 10 | copy | step 11    | step 12             | step 13 |
       saving |                         | write file | wait for all others | rename  |
 
-Memory (bytes on each of N ranks; P parameters; a save copies 3mP/N, and again to the host)
-    parameters    wP+cP/N    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for fp32 shards; else 0
+Memory (bytes on each of N ranks; P parameters; a save copies 12P/N, three fp32 rows)
+    parameters    wP         w = 4 in fp32, 2 in bf16
+    parameters    +4P/N      with --dtype bf16: fp32 shards
     gradients     2wP        all, and once more in one piece, as sent; gloo copies that, NCCL does not
-    optimizer     2mP/N      AdamW's two moments (m = 4)
+    optimizer     8P/N       AdamW's two moments
 
 Sent (bytes, by each rank in each step; for a save only checksums)
     reduce-scatter    wP(N-1)/N
@@ -30,9 +31,9 @@ Run
     torchrun --nproc_per_node=2 more/resume.py --checkpoint runs/naive --naive
 
 Left out
-    The overlap of zero1.py. Random states: batches follow from --seed and the step. Training on when a save
+    The overlap of zero1.py. Random states: batches follow from --seed and the step. Continuing when a save
     fails. Power cuts: they may damage what has just been written (os.fsync). How often to save: best every
-    sqrt(2ct) seconds, if a save costs c and a failure comes every t seconds (Young, CACM 1974).
+    sqrt(2ct) seconds, if a save stops training for c, and failures come every t (Young, CACM 1974).
 """
 
 import argparse
@@ -48,7 +49,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -59,7 +60,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Unit:
-    """All parameters, of which this rank updates 1/N, as in zero1.py. Here all travel together."""
+    """All parameters, of which this rank updates 1/N, as in zero1.py. Here all are sent in one message."""
 
     def __init__(self, params):
         self.params = params
@@ -69,7 +70,7 @@ class Unit:
         for param, part in zip(params, self.flat[: sum(self.sizes)].split(self.sizes)):
             param.data = part.view(param.shape)
         self.own = self.flat.chunk(dist.get_world_size())[dist.get_rank()]  # this rank's 1/N, also a view
-        self.shard = nn.Parameter(self.own.to(wide(self.dtype)))  # for AdamW: own, or in bf16 an fp32 copy
+        self.shard = nn.Parameter(self.own.to(wide(self.dtype)))  # what AdamW updates: own, or in bf16 a copy
 
     def flatten(self, tensors):
         padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size())  # so that shards are equal
@@ -120,13 +121,13 @@ class NaiveCheckpoint:
 
 
 class Checkpoint:
-    """Each rank writes its part to a file, in a thread, and reads what it needs of all files."""
+    """Each rank writes its part to a file, in a thread, and reads what it needs from all files."""
 
     def __init__(self, config):
         self.folder = Path(config.checkpoint)
-        # If one of these differed, so would the columns or the batches. (So with --data, which may be moved.)
+        # These fix the columns, the batches and the rounding. So does --data, but its file may be moved.
         self.flags = {name: getattr(config, name) for name in [*SHAPE, "dtype", "batch", "seed"]}
-        self.group = dist.new_group(backend="gloo")  # the thread's own: in a group all come in order
+        self.group = dist.new_group(backend="gloo")  # the thread's: a group needs one order on all ranks
         self.thread = ThreadPoolExecutor(1)
         self.saving = None
 
@@ -157,7 +158,7 @@ class Checkpoint:
             for draft in self.folder.glob("draft-*"):
                 shutil.rmtree(draft)  # left by a run that was killed
         found = [max(self.folder.glob("step-*"), default=None)]
-        dist.broadcast_object_list(found, group=self.group)  # rank 0's: all must load the same one
+        dist.broadcast_object_list(found, group=self.group)  # rank 0's, so that all load the same
         newest = found[0]
         if newest is None:
             return 0
@@ -171,7 +172,7 @@ class Checkpoint:
     def read(self, path, i, checksum, rows):
         """Copy the columns that the i-th file and this rank have in common. Of 12 columns, saved by 2 ranks
         and loaded by 3, rank 1 needs 4 to 7: the last two of file 0, and the first two of file 1."""
-        table = np.load(path, mmap_mode="c")  # c: writable, as torch wants, but never the file
+        table = np.load(path, mmap_mode="c")  # c: torch wants to be able to write, but the file stays
         in_file, in_rank = table.shape[1], len(rows[0])
         file_start, rank_start = i * in_file, dist.get_rank() * in_rank
         start = max(file_start, rank_start)
@@ -179,14 +180,14 @@ class Checkpoint:
         if start >= end:
             return
         if zlib.crc32(table) != checksum:
-            sys.exit(f"--checkpoint {path}: is damaged; remove its folder to go on from the one before")
+            sys.exit(f"--checkpoint {path}: is damaged; delete its folder to resume from the one before")
         for row, saved in zip(rows, table):
             part = saved[start - file_start : end - file_start]
             row[start - rank_start : end - rank_start] = torch.from_numpy(part)
 
 
 def make_state(optimizer, shard):
-    """What AdamW would make in its first step, made before, so that it can be loaded."""
+    """AdamW's state, which it would create in its first step; here before, so that it can be loaded."""
     adam = {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
     optimizer.state[shard] = adam | {"step": torch.zeros((), device=shard.device)}
     return optimizer.state[shard]
@@ -213,7 +214,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device, rank, world_size):
-            # The batch's loss is the mean of all ranks' microbatches. So each is divided by their number.
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
             loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             loss.backward()
             total_loss += loss.detach()
@@ -253,7 +254,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -288,7 +289,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -13,11 +13,12 @@ Timeline (backward of an MLP)
     network | gather: gradient   | gather: x                     | reduce-scatter: gradient of x |
 
 Memory (bytes on each of N ranks; P parameters, of which r = (6L+2+s)h are replicated)
-    parameters     (w+c)((P-r)/N+r)    w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients      m((P-r)/N+r)        m = 4, also of what is fp32 in bf16
-    optimizer      2m((P-r)/N+r)       AdamW's two moments
-    activations    bs(2m+((16L+2)wh+(4L+2+aL+v)m)/N)
-    activations    bs(2m+(2L+1)wh+((14L+1)wh+(4L+2+aL+v)m)/N)    with --naive
+    parameters     w((P-r)/N+r)        w = 4 in fp32, 2 in bf16
+    parameters     +4((P-r)/N+r)       with --dtype bf16: master weights
+    gradients      4((P-r)/N+r)        also of what is fp32 in bf16
+    optimizer      8((P-r)/N+r)        AdamW's two moments
+    activations    bs(8+((16L+2)wh+4(4L+2+aL+v))/N)
+    activations    bs(8+(2L+1)wh+((14L+1)wh+4(4L+2+aL+v))/N)     with --naive
     L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch. All is split but the
     loss's sums. In tensor_parallel.py 4L+2 of the 16L+2 are not: on 8 ranks that is 2.75 times as much.
 
@@ -25,7 +26,7 @@ Sent (bytes, by each rank in each step of k microbatches)
     reduce-scatter    k(4L+2)wbsh(N-1)/N    2 a block in each direction; embedding, head
     all-gather        k(6L+3)wbsh(N-1)/N    as many in each direction, and the inputs once more
     all-gather        k(4L+2)wbsh(N-1)/N    with --naive
-    all-reduce        2(wr+3kmbs)(N-1)/N    gradients of what is replicated; the loss 3 per token
+    all-reduce        2(wr+12kbs)(N-1)/N    gradients of what is replicated; the loss 3 per token
 
 Run
     torchrun --nproc_per_node=2 more/sequence_parallel.py    # add --naive: nothing overlaps
@@ -43,7 +44,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -200,11 +201,11 @@ def train(config):
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -236,7 +237,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -271,7 +272,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

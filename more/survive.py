@@ -1,23 +1,24 @@
-"""Survive: a rank dies, and the others do the step again without it.
+"""Survive: a rank dies, and the others redo the step without it.
 
 Idea
     Workers train as in ddp.py, but a launcher starts them, and it goes on when one of them dies. If that
     happens in an all-reduce, some of the others may have the sum, and some not. So nobody updates its weights
     yet. Each worker sends the launcher a vote: whether it has the sum. If all have voted yes, the step
-    counts, and all update. Otherwise those who live form a new group, divide the batch among themselves, and
-    do the step again. So losses and weights are single.py's, whoever dies, and whenever. (Two-phase commit:
+    counts, and all update. Otherwise the survivors form a new group, divide the batch among themselves, and
+    redo the step. So losses and weights are single.py's, whoever dies, and whenever. (Two-phase commit:
     Gray, Notes on Data Base Operating Systems, 1978)
 
-    If a worker hangs, the others wait for it for a while (--timeout). Then it is killed, so it is dead, too.
+    If a worker hangs, the others wait for up to seven --timeouts. Then it is killed, and counts as dead.
 
-Timeline (v: all vote, and the launcher answers)
-    worker 0, 1 | compute 3 | all-reduce | v | update | compute 4 | all-reduce fails | v | compute 4 ...
-       worker 2 | compute 3 | all-reduce | v | update | dies
+Timeline (from step 3 on; v: all vote, and the launcher answers)
+    worker 0, 1 | all-reduce | v | update | compute 4 | all-reduce fails | v, new group | compute 4 ...
+       worker 2 | all-reduce | v | update | dies
 
 Memory (bytes on each of N workers; P parameters)
-    parameters    (w+c)P          w = 4 in fp32, 2 in bf16; c = 4 in bf16, for the master weights, else 0
-    gradients     mP              m = 4: bf16 ones become fp32 in the update
-    optimizer     2mP             AdamW's two moments
+    parameters    wP              w = 4 in fp32, 2 in bf16
+    parameters    +4P             with --dtype bf16: master weights
+    gradients     4P              bf16 ones become fp32 in the update
+    optimizer     8P              AdamW's two moments
 
 Sent (bytes, by each worker in each step)
     all-reduce    2wP(N-1)/N      in a ring; collectives.py shows why
@@ -25,12 +26,12 @@ Sent (bytes, by each worker in each step)
 Run
     python more/survive.py --workers 4 --kill 1@3,0@6     # worker 1 dies in step 3, and worker 0 in step 6
     python more/survive.py --workers 4 --steps 200        # kill -9 or kill -STOP a worker meanwhile
-    python more/survive.py --workers 4 --naive
+    python more/survive.py --workers 4 --naive            # wrong if, at a death, only some have the sum
     torchrun --nproc_per_node=8 more/survive.py           # no launcher, no votes: a death ends the job
 
 Left out
     Newcomers in place of the dead: a survivor would send them weights and moments. Several machines. NCCL: it
-    may wait for a dead rank for ever. If the launcher dies, or a worker that saves weights, the job ends.
+    may wait for a dead rank forever. If the launcher dies, or the worker that is saving, the job ends.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from multiprocessing.connection import wait
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # when torch.optim imports it, later, the process may crash at exit
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -53,20 +54,20 @@ FLAGS = {"naive": False, "workers": 0, "timeout": 10.0, "kill": ""}
 
 
 def naive(vote):
-    """Whether a worker updates its weights: if it has the sum."""
+    """Whether a worker updates its weights: if it has the sum. (Its vote is "yes", or what failed.)"""
     return vote == "yes"
 
 
-# Under torchrun this is enough: a death ends the job. But if the others go on: worker 1 has the sum, and
+# Under torchrun this is enough: a death ends the job. But suppose the others go on: worker 1 has the sum, and
 # worker 2 dies before it sends the last part of it to worker 0. Worker 1 updates, and does the next step,
 # while worker 0 does this one again. Then they add up gradients of different weights, unnoticed.
 
 # So they vote, and the launcher decides. Why is this safe? Who knows what, and when:
-#                            a worker                              the launcher
-#     after the all-reduce   whether it has the sum                nothing
-#     after its vote         no more, so it changes nothing yet    some of the votes
-#     when all have voted    no more                               whether all have the sum: it decides
-#     after the answer       whether the step counts, for all      that all who live will know
+#                            a worker                          the launcher
+#     after the all-reduce   whether it has the sum            nothing
+#     after its vote         nothing new: so it changes none   some of the votes
+#     when all have voted    nothing new                       whether all have the sum: so it decides
+#     after the answer       whether the step counts           that every survivor will learn it
 # A worker that has the sum needs nobody else for its update. So when all have it, each can update, even if
 # others die meanwhile. And the dead stay dead: a worker that hangs is killed before it counts as dead.
 
@@ -76,14 +77,14 @@ def hear_all(workers, timeout):
     votes = {}
     while len(votes) < len(workers):
         silent = [worker for worker in workers if worker not in votes]
-        # Before the first vote all may compute as long as they want. Then the others should vote soon: in the
-        # all-reduce a worker waits for one timeout at most, and gloo waits for a connection for five.
+        # Before the first vote all may take as long as they need. Then the others should vote soon: a worker
+        # waits at most one timeout in an all-reduce, and gloo at most five for a connection.
         patience = 6 * timeout if any(votes.values()) else None
         ready = wait([workers[worker][1] for worker in silent], patience)
         for worker in silent:
             process, pipe = workers[worker]
             if not ready:
-                process.kill()  # it hangs; it must not wake up and go on
+                process.kill()  # it hangs; it must not wake up and go on. Now its pipe ends, too
             elif pipe in ready:
                 votes[worker] = None
                 with suppress(EOFError, ConnectionError):  # the pipe ends when the worker does
@@ -94,21 +95,21 @@ def hear_all(workers, timeout):
 def lead(config, workers):
     """Let a step count if all have voted yes. Returns the exit code of the worker that saves the weights."""
     step, failures = 1, 0
-    while step <= config.steps:
-        votes = hear_all(workers, config.timeout)  # the first ones say that a worker is ready
+    while step <= config.steps or not failures:
+        votes = hear_all(workers, config.timeout)  # the first are "ready", no "yes": so the first group forms
         counts = all(vote == "yes" for vote in votes.values())
         if counts:
             step += 1
         else:
-            workers = {worker: both for worker, both in workers.items() if votes[worker]}
+            workers = {worker: workers[worker] for worker in workers if votes[worker] is not None}
             print(f"workers {[*workers]} do step {step}", flush=True)
             failures += 1
-        if not workers or failures > 2 * config.workers:  # far more often than workers can die
+        if not workers or failures > 2 * config.workers:  # more than deaths alone explain
             sys.exit(f"step {step} fails: {votes}")
         for _, pipe in workers.values():
             with suppress(ConnectionError):  # it has died since its vote
                 pipe.send((counts, failures, [*workers]))
-    saver, _ = workers[min(workers)]
+    saver, _ = workers[min(workers)]  # rank 0 of the last group
     saver.join()
     return saver.exitcode
 
@@ -123,7 +124,7 @@ def launch(config):
     # In this store the members of a group find each other. It outlives them.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])  # which take seconds
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])  # seconds, once
     workers = {}
     try:
         for worker in range(config.workers):
@@ -158,7 +159,7 @@ class Member:
         self.timeout = timedelta(seconds=config.timeout)
 
     def ask(self, vote):
-        """Send the vote. Returns whether the step counts, when all have voted; if not, in a new group."""
+        """Send the vote, and wait for the answer: whether the step counts. If not, join a new group."""
         self.pipe.send(vote)
         counts, number, members = self.pipe.recv()
         if not counts:
@@ -180,17 +181,17 @@ def train(config, ask=naive):
     step = 1
     while step <= config.steps:
         started = time.perf_counter()
-        model.zero_grad()  # what a failed attempt has left
+        model.zero_grad()  # drops what a failed attempt has left
         total_loss = 0
         for part in range(dist.get_rank(), n_parts, dist.get_world_size()):
             for inputs, targets in microbatches(config, step, device, part, n_parts):
-                # The batch's loss is the mean of all parts' microbatches. So each is divided by their number.
+                # The batch's loss is the mean of all parts' microbatches: each is divided by their number.
                 loss = mean_loss(model(inputs), targets) / (config.accum * n_parts)
                 loss.backward()
                 total_loss += loss.detach()
         if f"{os.getenv('LOCAL_RANK')}@{step}" in config.kill.split(","):
             os._exit(1)  # as by kill -9
-        vote = all_reduce([total_loss, *(param.grad for param in params)], survives=config.workers > 0)
+        vote = all_reduce([total_loss, *(param.grad for param in params)], survives=ask is not naive)
         if ask(vote):
             norm = squared_norm([param.grad for param in params]).sqrt()
             nn.utils.clip_grads_with_norm_(params, config.clip, norm)
@@ -210,16 +211,16 @@ def all_reduce(tensors, survives):
     except RuntimeError as error:  # a member is dead, or hangs
         if not survives:
             raise
-        dist.destroy_process_group()  # so that those who wait for this one fail, too
+        dist.destroy_process_group()  # closes its connections: who waits for this one fails, too
         return str(error)
 
 
 class MasterWeights:
-    """AdamW on fp32 copies of bf16 weights, which would round small updates away."""
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
     def __init__(self, params, lr):
         self.params = list(params)
-        # Of fp32 weights to() makes no copies: these are the weights themselves.
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
         self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
@@ -251,7 +252,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="a file of bytes, the tokens")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -286,7 +287,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share it if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

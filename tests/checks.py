@@ -17,11 +17,11 @@ def oracle(name, flags):
     return train(plain, 1, f"{own} {flags}".strip())
 
 
-def check_parity(name, size=2, flags="--accum 3", own_flags="", watched=False):
+def check_parity(name, size=2, flags="--accum 3", own_flags=""):
     """Losses, gradient norms and weights are single.py's."""
     flags = f"{EXACT} {flags}"
     plain, weights = oracle(name, flags)
-    result, own = train(name, size, f"{flags} {own_flags}".strip(), watched)
+    result, own = train(name, size, f"{flags} {own_flags}".strip())
     assert apart(result["losses"], plain["losses"]) < 1e-10, "losses differ"
     if spec(name).norms:
         assert apart(result["grad_norms"], plain["grad_norms"]) < 1e-10, "gradient norms differ"
@@ -93,17 +93,16 @@ def check_ledger(name, size=4, flags="--accum 3", job=f"{TINY} --steps 2 --batch
     """Bytes held and sent are the formulas of the docstring."""
     result, weights = train(name, size, f"{job} {flags}", watched=True)
     slack_of, otherwise = slack(name, weights, size, flags)
-    width = 8 if result["dtype"] == "fp64" else 4
     for part, row in result["held"].items():
         more = row["measured"] - row["formula"]
         least, most = slack_of.get(part, otherwise)
-        assert -width * least <= more <= width * most, f"{part}: {more:+.0f} bytes from the formula"
+        assert -4 * least <= more <= 4 * most, f"{part}: {more:+.0f} bytes from the formula"
     assert "foreign read" not in result["sent"], "a storage of another thread is read"
     for part, row in result["sent"].items():
         if part in spec(name).uncounted:
             continue
         more = row["wire"] - row["formula"]
-        most = 0 if run_of(name)[0] else 3 * width * otherwise[0]  # threads pad nothing
+        most = 0 if run_of(name)[0] else 12 * otherwise[0]  # threads pad nothing
         assert abs(more) <= most, f"{part}: sent {more:+.0f} bytes from the formula"
 
 

@@ -128,6 +128,7 @@ def check_runs(name):
     launched(name, "--workers 5 --kill 4@5 --accum 3 --timeout 3", edits)
     launched(name, "--workers 4 --kill 1@3,2@3 --timeout 3", deadly({"0@3:group"}))
     launched(name, "--workers 1 --steps 3")
+    launched(name, "--workers 2 --steps 0", seconds=20)
 
 
 def check_early(name):
@@ -231,10 +232,11 @@ MUTANTS = [
     ("range(dist.get_rank(), n_parts, dist.get_world_size())", "[dist.get_rank()]", check_orders, "not each"),
     ("max(config.workers, dist.get_world_size())", "dist.get_world_size()", check_orders, "not each part"),
     ("members.index(self.worker)", "self.worker", check_orders, "Error"),
-    ("workers.items() if votes[worker]}", "workers.items()}", check_orders, "ends too early"),
+    (" if votes[worker] is not None}", "}", check_orders, "ends too early"),
     ("with suppress(ConnectionError)", "with suppress(KeyError)", check_orders, "BrokenPipeError"),
     ("with suppress(EOFError, ConnectionError)", "with suppress(KeyError)", check_orders, "EOFError"),
     ("workers[min(workers)]", "workers[max(workers)]", check_orders, "are saved"),
+    (" or not failures", "", check_runs, "hangs"),
     (FAILS, "        if True", check_orders, "ends too early"),
     (FAILS, "        if not workers", check_error, "hangs"),
     ('f"group {number}"', '"group"', check_orders, "ends too early"),

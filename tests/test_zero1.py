@@ -126,17 +126,25 @@ def train(model, batches, acts, last, finish, update):
 def wrap(name, model, **options):
     """A model in a lesson's class; in hsdp.py's there are two nodes."""
     lesson, stem = load(name), Path(name).stem
-    if stem in ("zero3", "hsdp"):
+    if stem in ("zero3", "hsdp", "fsdp_tp"):
         options = {"device": torch.device("cpu")} | options
     if stem == "zero3":
         options = {"prefetch": 1} | options
     if stem == "hsdp":
         nodes = torch.arange(dist.get_world_size()).view(2, -1)
         options["groups"] = [dist.new_subgroups_by_enumeration(each.tolist())[0] for each in (nodes, nodes.T)]
-    return getattr(lesson, CLASSES[stem])(model, model.blocks, **options)
+    if stem == "fsdp_tp":  # in rows of one
+        options["group"] = dist.group.WORLD
+        for param in model.parameters():
+            param.cut = None
+    wrapped = getattr(lesson, CLASSES[stem])(model, model.blocks, **options)
+    if stem == "fsdp_tp":  # which has a list
+        wrapped.shards = wrapped.shards.copy
+    return wrapped
 
 
 CLASSES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3", "hsdp": "HSDP", "offload": "Offload"}
+CLASSES["fsdp_tp"] = "ZeRO3"
 
 
 @on_ranks(2)

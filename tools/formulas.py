@@ -13,18 +13,18 @@ from lessons import path_of
 
 LINE = re.compile(r"^(?:    )?([a-z-]+)  +(\S+(?: \S+)*)(.*)", re.M)
 # What tools/plan.py chooses where a docstring has several formulas, such as `with --policy full`.
-CHOSEN = {"policy": "none", "kind": "ring", "zero": "1"}
+CHOSEN = {"policy": "none", "kind": "ring"}
 
 
 def read_formulas(lesson, config):
     """{what is held or sent: formula} of a docstring. A line whose remark begins `with --policy full`,
-    or `without`, counts only if config says so."""
+    or `without`, counts only if config says so. A formula such as +4P is added to the one above it."""
     formulas = {}
     for name, formula, remark in LINE.findall(lesson.__doc__ or ""):
         choice = re.search(r"(with|without) --([a-z-]+) ?(\w*)", remark)
         value = choice and str(getattr(config, choice[2].replace("-", "_"), None))
         if not choice or (value in ("True", choice[3])) == (choice[1] == "with"):
-            formulas[name] = formula
+            formulas[name] = formulas.get(name, "") * formula.startswith("+") + formula
     return formulas
 
 
@@ -53,7 +53,8 @@ def documented(name, **chosen):
 def bytes_of(name, letters, **chosen):
     """{what a rank holds or sends: bytes}, by a lesson's docstring."""
     known = letters | {"max": max, "min": min}
-    return {key: round(eval(formula, known)) for key, formula in documented(name, **chosen).items()}
+    formulas = documented(name, dtype="bf16" if letters["w"] == 2 else "fp32", **chosen)
+    return {key: round(eval(formula, known)) for key, formula in formulas.items()}
 
 
 Shape = namedtuple("Shape", "layers heads hidden seq vocab")
@@ -67,6 +68,11 @@ def parameters(layers, hidden, vocab, seq, tensor=1, first=True, last=True):
     layer = (12 * hidden**2 + 7 * hidden) // tensor + 6 * hidden
     embedding = hidden * -(-vocab // tensor) * (first or last)
     return layers * layer + embedding + first * seq * hidden + last * 2 * hidden
+
+
+def blocks_of(stage, stages, layers):
+    """How many blocks pipeline.py puts on a stage: block i is on stage i * stages // layers."""
+    return -(-(stage + 1) * layers // stages) + -stage * layers // stages
 
 
 def whole_model(shape):
@@ -105,8 +111,7 @@ def activations(job, letters, tensor=1, in_flight=1, first=True, last=True):
     tokens = job.micro_batch * own.seq
     head = kept("none", 0) + 8 * tokens * vocab
     if job.attention == "fused":
-        head = bytes_of("fusion", letters | {"L": 0, "v": vocab})["activations"]
-        head += vocab * (min(tokens, 1024) * (letters["w"] + 4) + 4 * own.hidden)
+        head = bytes_of("fusion", letters | {"L": 0, "v": vocab, "C": 8})["activations"] + tokens * vocab
     masks = tokens * own.hidden * (job.attention == "math") // whole
     # There for a moment: what a layer computes again, or the loss.
     moment = max(layer("none") - layer(job.recompute), last * head)
@@ -142,7 +147,7 @@ def letters_of_experts(job, ranks, microbatches):
     mlp = job.expert_params or 8 * hidden**2 + 5 * hidden
     letters |= {"M": job.mixtures, "X": job.experts, "t": job.top_k, "e": math.gcd(job.experts, job.gpus)}
     letters |= {"D": job.params + job.mixtures * (job.experts * hidden - mlp), "U": mlp}
-    letters |= {"V": block - mlp + job.experts * hidden, "W": block * (job.shape.layers > 1)}
+    letters |= {"V": block - mlp + job.experts * hidden}
     return letters | {"b": job.micro_batch * ranks}
 
 

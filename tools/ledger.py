@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from film import Film, write
-from formulas import evaluate, read_formulas
+from formulas import blocks_of, evaluate, read_formulas
 from lessons import asked, complete
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from watch import Watch
@@ -113,7 +113,7 @@ def result_of(lesson, config, watch, history):
         elements |= rank_elements
     letters = letters_of(lesson, config, ranks, backend)
     letters["R"] = elements[lesson.DTYPES[config.dtype]]
-    if hasattr(config, "tp"):
+    if hasattr(config, "pp"):
         letters["R"] = max(parameters_of_stage(config, letters, stage) for stage in range(config.pp))
     letters["G"] = min(letters["G"], letters["R"])  # a process may have replicas
     result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device}
@@ -160,6 +160,8 @@ def letters_of(lesson, config, ranks, backend):
     letters["r"] = (6 * config.layers + 2 + positions) * config.width
     if hasattr(config, "buckets"):
         letters["B"] = config.buckets
+    if hasattr(config, "chunks"):
+        letters["C"] = config.chunks
     if hasattr(config, "prefetch"):
         ahead = config.layers if getattr(config, "no_reshard", False) else config.prefetch
         letters["f"] = min(ahead, config.layers - 1)
@@ -167,15 +169,18 @@ def letters_of(lesson, config, ranks, backend):
         letters["F"] = config.shard
     if hasattr(config, "schedule"):
         letters["C"] = 2 if config.schedule == "interleaved" and ranks > 1 else 1
-    if hasattr(config, "tp"):
+    if hasattr(config, "tp") and not hasattr(config, "pp"):  # units are of what a rank's column has
+        t, lacks = config.tp, (block - 6 * config.width) * (config.tp - 1) // config.tp
+        letters |= {"t": t, "d": ranks // t, "F": 1 if config.naive else ranks // t}
+        letters |= {"P": letters["P"] - config.layers * lacks, "U": block - lacks}
+    if hasattr(config, "pp"):
         letters |= {"t": config.tp, "p": config.pp, "d": config.dp, "L": -(-config.layers // config.pp)}
     if hasattr(config, "experts"):
-        letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": (config.layers + 1) // 2}
-        letters["M"] = config.layers if hasattr(lesson, "MoEBlock") else letters["M"]
+        letters |= {"X": config.experts, "e": config.ep, "t": config.top_k, "M": config.layers}
+        letters["b"] = config.batch / config.accum  # of all ranks
         letters["U"] = 8 * config.width**2 + 5 * config.width
         letters["D"] = letters["P"] + letters["M"] * (config.experts * config.width - letters["U"])
         letters["V"] = block - letters["U"] + config.experts * config.width
-        letters["W"] = block * (config.layers > 1)
     if hasattr(config, "servers"):  # without any, nothing is sent to one
         trainers, servers = ranks - config.servers, max(config.servers, 1)
         letters["r"] += (config.vocab + config.context) * config.width  # the embeddings
@@ -185,16 +190,16 @@ def letters_of(lesson, config, ranks, backend):
     if hasattr(lesson, "assign_owners"):
         owned, states = Counter(), Counter()
         matrices = {param for param in model.blocks.parameters() if param.dim() == 2}
-        for param, owner in lesson.assign_owners(model.parameters(), ranks).items():
+        for param, owner in lesson.assign_owners(model.parameters(), 1 if config.naive else ranks).items():
             owned[owner] += param.numel()
             states[owner] += param.numel() * (1 if param in matrices else 2)
-        letters |= {"X": max(owned.values()), "Y": max(states.values()), "H": sum(map(torch.numel, matrices))}
+        letters |= {"X": max(owned.values()), "Y": max(states.values())}
     return letters
 
 
 def parameters_of_stage(config, letters, stage):
     """Of a stage's rank with most, of a mesh: positions, norms and row-parallel biases are whole."""
-    h, blocks = config.width, (config.layers + stage) // config.pp
+    h, blocks = config.width, blocks_of(stage, config.pp, config.layers)
     first, last = stage == 0, stage == config.pp - 1
     ends = first * config.context * h + (first or last) * -(-config.vocab // config.tp) * h + last * 2 * h
     return blocks * ((12 * h * h + 7 * h) // config.tp + 6 * h) + ends
