@@ -1,484 +1,395 @@
-"""Pipelines in the shape of a V: as zero_bubble.py, but stages go down the ranks and up again.
+"""A pipeline in the shape of a V: like zero_bubble.py, but each rank has two stages, one down and one up.
 
 Idea
-    With two stages on each rank, rank i of N has the stages i and 2N-1-i. A microbatch goes down to the last
-    rank, turns there without a message, and comes up to rank 0, which computes the loss. Gradients go the
-    same way back. So rank 0 has the embedding and the head, and their common weight needs no all-reduce.
+    Of N ranks, rank i has the stages i and 2N-1-i: one on the way down the ranks, one on the way up again. So
+    the last rank has two stages in a row, and rank 0 has the first and the last one, with the loss: it can
+    begin with backward when its first microbatch comes up. F is a forward; B is the gradient of a stage's
+    input, W those of its weights, which nobody waits for. If F, B and W take equally long, no rank is idle
+    from its first F to its last W. (ZB-V: arXiv 2401.10241, section 6.) A microbatch is in flight twice, once
+    in each stage of a rank: 2N need as much memory as N in zero_bubble.py, whose stages are twice as large.
+    An older schedule goes down twice: rank i has the stages i and N+i, and the last rank sends to rank 0.
+    (Interleaved 1F1B: arXiv 2104.04473, section 2.2.) There B and W are one. Any k (--accum) runs; the table
+    holds for multiples of N (interleaved), from 2N-1 on (zb-v), and equal times of F, B and W:
+    Schedule         in flight on rank i    idle part of a step
+       gpipe         2k                     (N-1)/(N-1+k)     the same as with one stage per rank
+       interleaved   min(2k,3N-1-2i)        (N-1)/(N-1+2k)    a turn takes half as long
+       zb-v          2N                     (N-1)/(N-1+6k)    before a rank's first F, and after its last W
 
-    As in zero_bubble.py, backward has two parts: B, the gradient of a stage's input, for which another stage
-    waits, and W, the gradients of its weights, for which nobody waits. If F (a forward), B and W take a turn
-    each, the schedule ZB-V (arXiv 2401.10241, section 6) leaves no rank idle between its first action and its
-    last, with 2N-1 microbatches or more. A rank has at most 2N in flight, on one stage or the other. A stage
-    is half of its layers, so this takes as much memory as N microbatches do with 1F1B.
+Timeline (zb-v, N = 3, k = 5; F0, B0, W0 are of the stage on the way down, f0, b0, w0 of that on the way up)
+    rank 0 | F0 F1 F2 F3 F4 f0 b0 w0 f1 b1 w1 f2 b2 w2 B0 W0 f3 b3 w3 B1 W1 f4 b4 w4 B2 W2 B3 W3 B4 W4 .  .
+    rank 1 | .  F0 F1 F2 f0 F3 f1 b0 w0 f2 b1 w1 F4 B0 W0 f3 b2 w2 B1 W1 f4 b3 w3 B2 b4 B3 W2 B4 w4 W3 W4 .
+    rank 2 | .  .  F0 f0 F1 f1 F2 f2 b0 w0 F3 B0 W0 f3 b1 w1 F4 B1 W1 f4 b2 w2 B2 b3 B3 b4 B4 W2 w3 W3 w4 W4
 
-Timeline (4 ranks, 8 microbatches: first and last turns; f, b and w are those of the stage on the way up)
-    rank 0 | F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 .. f7 b7 w7 B4 W4 B5 W5 B6 W6 B7 W7 .  .  .
-    rank 1 | .  F0 F1 F2 F3 F4 f0 F5 f1 b0 w0 f2 b1 w1 f3 b2 .. b6 w6 B4 b7 B5 W4 B6 w7 B7 W5 W6 W7 .  .
-    rank 2 | .  .  F0 F1 F2 f0 F3 f1 F4 f2 b0 w0 f3 b1 w1 F5 .. w5 B4 b6 B5 b7 B6 W4 B7 w6 W5 w7 W6 W7 .
-    rank 3 | .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 .. B4 b5 B5 b6 B6 b7 B7 W4 w5 W5 w6 W6 w7 W7
+Memory (bytes on a rank; R parameters in its stages; activations: of the microbatches in flight)
+    parameters    wR        w = 4 in fp32, 2 in bf16
+    parameters    +4R       with --dtype bf16: master weights
+    gradients     4R        bf16 ones become fp32 in the update
+    optimizer     8R        AdamW's two moments
 
-Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
-    parameters    (w+c)R        w = 4 in fp32, 2 in bf16, 8 in fp64; c = 4 in bf16, for master weights, else 0
-    gradients     wR+3cG/2      in bf16, MasterWeights copies G gradients at a time, in 2 + 4 bytes
-    optimizer     KR            K = 8 for Adam's two moments (in fp64 16), 0 for SGD
-    From B to W a microbatch keeps two tensors for each linear layer: its input, and its output's gradient.
-
-Sent (bytes, by the busiest rank in each step; k microbatches of b sequences of s tokens, width h)
-    send          min(4,2N-2)kwbsh           outputs and gradients of two stages: 4kwbsh, from 3 ranks on
+Sent (bytes, by a rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
+    send          min(4,2N-2)kwbsh             both stages' outputs and gradients; at the ends half of it
+    send          min(4,N+1)min(1,N-1)kwbsh    with --schedule interleaved: at the ends one less
+    all-reduce    0                            rank 0 alone has the embedding, which is also the head
+    all-reduce    min(1,N-1)wvh                with --schedule interleaved: ranks 0 and N-1, for the head
 
 Run
-    torchrun --nproc_per_node=2 more/pipeline_v.py --accum 8
+    torchrun --nproc_per_node=2 more/pipeline_v.py --accum 8    # without --accum: one microbatch
     torchrun --nproc_per_node=8 more/pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Refused: messages of several tensors or shapes; other numbers of microbatches than the schedule has; a
-    step() after one that failed; weights that ranks share.
-    Not noticed: updates since unsplit(), which is to be called again before the next evaluation; hooks of a
-    linear layer's weight, which are never called; what zero_bubble.py does not notice.
-    Not handled: more than two stages on a rank; what zero_bubble.py does not handle; DualPipeV, a half of
-    DualPipe (arXiv 2412.19437), whose gain is that a GPU computes an F together with a B of the other stage.
+    V-shaped schedules that hold fewer microbatches (arXiv 2405.15362). DualPipe, which computes a forward
+    and a backward at the same time (arXiv 2412.19437). W of what is no linear layer: B computes it.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections import deque, namedtuple
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from collections import Counter
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before set_up(), or it would keep the process group alive
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
 
-Action = namedtuple("Action", "op stage microbatch")  # op: F, B or W
-NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
-MAX_SENT = 4  # times N: messages that a rank may keep until they arrive
+FLAGS = {"schedule": ("zb-v", "interleaved", "gpipe")}
 
 
-def zb_v(rank, n_ranks, n_microbatches):
-    """What a rank does: F, B of its stage on the way down, f, b of that on the way up; W of the oldest B."""
-    below = n_ranks - rank - 1  # ranks that a microbatch has yet to go down, and to come up again
-    ops = "F" * (2 * below + 1)  # until microbatch 0 returns, as f
-    ops += "fF" * rank  # until rank 0 has its loss, and its gradient comes down, as b
-    ops += "fbW" * (below + 1)  # until its gradient returns, as B
-    ops += "FBWfbW" * (n_microbatches - n_ranks)  # steady state
-    ops += "Bb" * rank  # no forwards are left: W waits, as other ranks wait for B and b
-    ops += "BW" * (below + 1)
-    return ops + "W" * (2 * rank)
+def order(schedule, rank, world_size, k):
+    """A rank's operations: F and B of its first stage, f and b of its second, W of the oldest B or b."""
+    if schedule == "gpipe":  # naive: all of a stage, then all of the next one; B computes W, too
+        return "F" * k + "f" * k + "b" * k + "B" * k
+    # This keeps all microbatches in flight, and microbatch 0 waits on the last rank until all others come.
+    # Meanwhile the first ranks are idle. It should come up while they still have Fs.
+    if schedule == "interleaved":  # N microbatches through one stage, then through the other; B computes W
+        rounds = -(-k // world_size)
+        forwards = ("F" * world_size + "f" * world_size) * rounds
+        backwards = ("b" * world_size + "B" * world_size) * rounds
+        ahead = world_size + 2 * (world_size - 1 - rank)  # until the first gradient comes up
+        ops = forwards[:ahead]
+        for i, backward in enumerate(backwards):
+            ops += forwards[ahead + i : ahead + i + 1] + backward  # at the end there is no forward left
+        return ops
+    below = world_size - 1 - rank  # ranks that a microbatch passes on the way down, and again on the way up
+    ops = "F" * (2 * below + 1)  # rank 1 above: F0 F1 F2, until microbatch 0 comes up
+    ops += "fF" * rank  # f0 F3, until it is on rank 0, and its gradient comes down
+    ops += "fbW" * (below + 1)  # f1 b0 w0 f2 b1 w1, until the gradient comes up
+    ops += "FBWfbW" * (k - world_size)  # F4 B0 W0 f3 b2 w2 B1 W1 f4 b3 w3: there is no F5
+    ops += "Bb" * rank  # B2 b4: others wait for these, so W comes later
+    return ops + "BW" * (below + 1) + "W" * (2 * rank)  # B3 W2 B4 w4 W3 W4
 
 
-def build_schedule(name, n_ranks, n_microbatches):
-    """Each rank's Actions, in order. name: zb-v, the only schedule here."""
-    schedule = []
-    for rank in range(n_ranks):
-        ops = {"zb-v": zb_v}[name](rank, n_ranks, n_microbatches)
-        later = deque()  # what waits for its W
-        actions = []
-        for i, op in enumerate(ops):
-            stage, j = (rank if op.isupper() else 2 * n_ranks - 1 - rank), ops[:i].count(op)
-            if op in "Bb":
-                later.append((stage, j))
-            if op == "W":
-                stage, j = later.popleft()
-            if j < n_microbatches:  # zb_v has too many: `below` Fs, and with few microbatches also others
-                actions.append(Action(op.upper(), stage, j))
-        schedule.append(actions)
-    return schedule
+def pipelined(stages, batch, links, ops):
+    """Both stages' operations. A rank goes on computing while what it sends travels."""
+    counts, waiting, in_flight = Counter(), [], {}
+    for op in ops:
+        stage, j = stages[int(op.islower())], counts[op]
+        counts[op] += 1
+        if op in "Ff" and j < len(batch):  # order() may have letters for more microbatches than there are
+            inputs, targets = batch[j]
+            x = inputs if stage.is_first else links["F", stage.previous].receive().requires_grad_()
+            output = stage(x, targets)
+            if not stage.is_last:
+                links["F", stage.number].start_send(output.detach())
+            in_flight[stage, j] = x, output
+        elif op in "Bb" and j < len(batch):
+            x, output = in_flight.pop((stage, j))
+            output.backward(None if stage.is_last else links["B", stage.next].receive())
+            if not stage.is_first:
+                links["B", stage.number].start_send(x.grad)
+            waiting.append(stage)
+            del x, output  # else SplitLinear's hooks would hold the layers' inputs, even after W
+        elif op == "W" and waiting:
+            for layer in waiting.pop(0).linears:
+                layer.weight_gradient()
+    for link in links.values():
+        link.finish_send()
 
 
-def split_layers(layers, n_stages):
-    """Where each stage ends, so that all have a layer or more and about the same number of parameters."""
-    sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-    ends = []
-    for end in range(1, len(layers)):
-        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
-        share = sum(sizes) * (len(ends) + 1) / n_stages
-        if middle > share or len(layers) - end < n_stages - len(ends):
-            ends.append(end)
-    return [*ends, len(layers)]
+class Link:
+    """From a stage to the next one, for outputs (F), or to the previous one, for gradients (B)."""
 
+    def __init__(self, sender, receiver, message):  # message: one like those that it carries
+        self.sender, self.receiver, self.message = sender, receiver, message
+        self.here, self.sends = [], []  # between two stages of a rank nothing is sent
+        # With NCCL a send ends when it is received, and the messages of a group keep their order. In a group
+        # that links share, a send could wait behind a receive that needs it.
+        self.group = dist.new_group(sorted({sender, receiver}))
 
-def deferred_linear(later, layer, x):
-    """A linear layer without W in its backward: autograd is not told of the weight. A hook, which gets the
-    output's gradient, notes what W needs in later[-1], of the B that runs. (The bias's gradient is cheap.)"""
-    output = F.linear(x, layer.weight.detach(), layer.bias)
-    if layer.weight.requires_grad:
-        output.requires_grad_()  # even if neither x nor the bias needs a gradient
-        output.register_hook(lambda grad: later[-1].append((layer.weight, grad, x.detach())))
-    return output
+    def start_send(self, tensor):
+        if self.sender == self.receiver:
+            self.here.append(tensor)
+            return
+        self.finish_send()  # the previous one. If it were this one, ranks would wait for each other
+        self.sends.append(dist.isend(tensor, self.receiver, self.group))
 
+    def finish_send(self):
+        while self.sends:
+            self.sends.pop().wait()  # frees what was sent
 
-class Pipeline(nn.Module):
-    """Runs a schedule on layers split over all ranks, as zero_bubble.py's Pipeline, with two stages on each.
-
-    layers: modules, each called with the output of the one before. ends: where each stage ends.
-    loss_function(output, target): a mean. message: a tensor like those that stages send; it may be on the
-    device meta. parameters() are those of this rank, for its optimizer."""
-
-    def __init__(
-        self,
-        layers: list[nn.Module],
-        ends: list[int],
-        loss_function: Callable,
-        schedule: list,
-        message: torch.Tensor,
-    ):
-        super().__init__()
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.loss_function = loss_function
-        self.actions = schedule[self.rank]
-        self.message = message
-        self.last_stage = len(ends) - 1
-        stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
-        self.stages = nn.ModuleList([stages[self.rank], stages[-1 - self.rank]])
-        self._share_parameters(stages)
-        self.later = deque()  # for each microbatch between B and W [(weight, output's gradient, input)]
-        for layer in self.modules():
-            if type(layer) is nn.Linear:
-                layer.forward = partial(deferred_linear, self.later, layer)
-        # A group for F and one for B, on each side of the V: NCCL runs messages between two ranks of a group
-        # in order, so in one group a send could wait behind a receive that needs that send.
-        self.groups = {op: [dist.new_group(), dist.new_group()] for op in "FB"}
-        # Receives posted early. In the first step none, as each blocks until its sender connects, and ranks
-        # could wait in a circle. Later one. (Each occupies a part of the GPU while it waits.)
-        self.ahead = 0
-        self.posted = deque()  # (work, buffer) of each receive
-        self.sent = deque()  # the work of each send
-        self.in_flight = None  # during a step {(stage, microbatch): what its backward needs}
-
-    def _rank_of(self, stage):
-        return min(stage, self.last_stage - stage)
-
-    def _share_parameters(self, stages):
-        """Start from rank 0's parameters, and keep those of this rank's stages."""
-        self.owner = {}  # {parameter: the rank whose stages have it}
-        for stage, module in enumerate(stages):
-            for param in module.parameters():
-                rank = self.owner.setdefault(param, self._rank_of(stage))
-                assert rank == self._rank_of(stage), "a weight in stages of several ranks: copy it"
-        self.shapes = {}  # of the parameters that are not here
-        for param, rank in self.owner.items():
-            dist.broadcast(param.data, 0)
-            if rank != self.rank:
-                self.shapes[param] = param.shape
-                param.data = param.new_empty(0)  # frees it
-
-    def step(self, inputs, targets):
-        """Forward and backward of a batch, as lists of microbatches, the same on all ranks. (Only rank 0 uses
-        their numbers.) Returns the batch's mean loss, on every rank."""
-        self._check_step(inputs, targets)
-        self.inputs, self.targets = inputs, targets
-        self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-        self.in_flight = {}
-        self.turned = {}  # {(op, stage): what the last rank's other stage has for it}
-        self.to_post = deque(filter(self._needs_message, self.actions))
-        for op, stage, j in self.actions:
-            run = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}[op]
-            run(stage, j)
-        while self.sent:
-            self.sent.popleft().wait()
-        dist.all_reduce(self.loss)
-        self.ahead = 1
-        self.in_flight = None
-        return self.loss
-
-    def _forward(self, stage, j):
-        x = self.inputs[j] if stage == 0 else self._receive("F", stage).requires_grad_()
-        output = self.stages[stage // self.world_size](x)
-        if stage == self.last_stage:
-            output = self.loss_function(output, self.targets[j]) / len(self.targets)  # as gradients add up
-            self.loss += output.detach()
-        else:
-            self._send("F", stage + 1, output.detach())
-            # Backward needs the place of the output in the graph, not its numbers: do not keep them.
-            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): for frozen layers
-        self.in_flight[stage, j] = x, output
-
-    def _backward(self, stage, j):
-        self.later.append([])  # for the hooks of deferred_linear
-        x, output = self.in_flight.pop((stage, j))
-        gradient = None if stage == self.last_stage else self._receive("B", stage)
-        torch.autograd.backward(output, gradient)
-        if stage > 0:
-            self._send("B", stage - 1, x.grad)
-
-    def _weight_gradients(self, stage, j):
-        for weight, grad, x in self.later.popleft():  # of the oldest microbatch, which is j
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            weight.grad.addmm_(grad.flatten(0, -2).t(), x.flatten(0, -2))
-
-    def _needs_message(self, action):
-        # W does not; nor does an action whose input is here, or comes from no stage (-1).
-        return action.op in NEXT and self._rank_of(action.stage - NEXT[action.op]) not in (self.rank, -1)
-
-    def _receive(self, op, stage):
-        """Wait for the message that this action needs. Start to receive the next one, too."""
-        if (op, stage) in self.turned:
-            return self.turned.pop((op, stage))
-        while self.to_post and len(self.posted) <= self.ahead:
-            next_op, next_stage, _ = self.to_post.popleft()
-            sender = self._rank_of(next_stage - NEXT[next_op])
-            buffer = torch.empty_like(self.message, device=self.loss.device)
-            # No tags: both ends follow the same order.
-            work = dist.irecv(buffer, sender, self.groups[next_op][next_stage // self.world_size])
-            self.posted.append((work, buffer))
-        work, buffer = self.posted.popleft()
-        work.wait()
+    def receive(self):
+        if self.sender == self.receiver:
+            return self.here.pop(0)
+        buffer = torch.empty_like(self.message)
+        dist.recv(buffer, self.sender, self.group)
         return buffer
 
-    def _send(self, op, stage, tensor):
-        self._check_message(tensor)
-        receiver = self._rank_of(stage)
-        if receiver == self.rank:
-            self.turned[op, stage] = tensor
-            return
-        group = self.groups[op][stage // self.world_size]
-        self.sent.append(dist.isend(tensor.contiguous(), receiver, group))
-        if len(self.sent) > MAX_SENT * self.world_size:
-            self.sent.popleft().wait()  # frees the tensor; a rank too far ahead waits here
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # so that there is one, if all are frozen
-        for param in self.parameters():
-            if param.grad is not None:
-                grads.append(param.grad)
-        norms = torch._foreach_norm(grads, dtype=torch.float64)
-        squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm.to(grads[0]))
-        return norm
+class SplitLinear(nn.Module):
+    """A linear layer whose backward leaves out the weight's gradient, and keeps its two factors for W."""
 
-    def unsplit(self):
-        """Give all ranks all layers, to save or to evaluate them. All ranks must call it."""
-        for param, rank in self.owner.items():
-            if param in self.shapes:
-                param.data = param.new_empty(self.shapes[param])
-            dist.broadcast(param.data, rank)
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.factors = []  # of each microbatch from B to W: the layer's input, and its output's gradient
 
-    # A reader may skip to train(): the rest of the class refuses what would hang, or go wrong silently.
-
-    def _check_step(self, inputs, targets):
-        own = {action.stage for action in self.actions}
-        k = 1 + self.actions[-1].microbatch
-        assert own == {self.rank, self.last_stage - self.rank}, (
-            "the schedule is for other ranks, or other stages than ends"
-        )
-        assert len(inputs) == len(targets) == k, f"{len(inputs)} microbatches, but the schedule has {k}"
-        assert self.in_flight is None, "a step() failed, and its messages may still come: restart all ranks"
-
-    def _check_message(self, tensor):
-        expected = self.message
-        assert tensor.shape == expected.shape, f"a message of {tensor.shape}, not {expected.shape}"
-        assert tensor.dtype == expected.dtype, f"a message in {tensor.dtype}, not {expected.dtype}"
-
-
-class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h) -> (b, s, h)
     def forward(self, x):
-        return x + self[0].weight[: x.shape[1]]
+        output = F.linear(x, self.weight.detach(), self.bias)  # so B computes no gradient of the weight
+        output.register_hook(lambda grad: self.factors.append((x.detach(), grad)))
+        return output
+
+    def weight_gradient(self):
+        x, grad = self.factors.pop(0)  # of the oldest microbatch
+        self.weight.backward(grad.flatten(0, 1).T @ x.flatten(0, 1))  # adds it to weight.grad
+
+
+class Stage(nn.Module):
+    """One of a rank's two parts of the model. The first also has the embedding, and the last the head."""
+
+    def __init__(self, config, number, n_stages):
+        super().__init__()
+        self.model = GPT(config)
+        self.n_microbatches = config.accum
+        self.previous, self.number, self.next = number - 1, number, number + 1
+        self.is_first, self.is_last = number == 0, number == n_stages - 1
+        stages_of = {"tokens": [0, n_stages - 1], "positions": [0], "norm": [n_stages - 1]}
+        # Each stage has about as many blocks. If there are fewer blocks than stages, the last ones have none.
+        stages_of |= {f"blocks.{i}": [min(i, i * n_stages // config.layers)] for i in range(config.layers)}
+        for name, stages in stages_of.items():
+            if number not in stages:
+                self.model.set_submodule(name, nn.Identity())  # it has no weights, and returns its input
+        self.linears = []
+        for name, layer in list(self.model.named_modules()):
+            if isinstance(layer, nn.Linear) and config.schedule == "zb-v":
+                self.linears.append(SplitLinear(layer))
+                self.model.set_submodule(name, self.linears[-1])
+
+    def forward(self, x, targets):  # x: tokens, or the previous stage's output. Returns its own, or the loss
+        if self.is_first:
+            x = self.model.embed(x)
+        for block in self.model.blocks:
+            x = block(x)
+        if self.is_last:
+            x = mean_loss(self.model.head(x), targets) / self.n_microbatches
+            self.total_loss += x.detach()  # of the step
+        return x
 
 
 def train(config):
-    world_size = int(os.getenv("WORLD_SIZE") or 1)
-    schedule = build_schedule(config.schedule, world_size, config.accum)
-    n_stages = 2 * len(schedule)
-    if n_stages > 2 * (config.layers + 2):  # else a rank's optimizer would have no parameters
-        refuse(f"--layers {config.layers}: too few for {n_stages} stages")
-    device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
-    head.weight = model.tokens.weight
-    layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
-    layers[-2:-2] = [nn.Identity()] * (n_stages - len(layers))  # stages that pass on what they get
-    shape = config.batch // config.accum, config.context, config.width
-    message = torch.empty(shape, dtype=DTYPES[config.dtype], device="meta")
-    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule, message)
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
+    device = join_world()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > config.layers:
+        sys.exit(f"--layers {config.layers}: fewer than the {world_size} ranks")
+    down = list(range(world_size))
+    ranks = down + (down if config.schedule == "interleaved" else down[::-1])  # the rank of each stage
+    numbers = [number for number in range(len(ranks)) if ranks[number] == rank]
+    stages = nn.ModuleList(Stage(config, number, len(ranks)) for number in numbers).to(device)
+    if stages[0].is_first and stages[1].is_last:
+        stages[1].model.tokens = stages[0].model.tokens  # the head is the embedding
+    optimizer = MasterWeights(stages.parameters(), config.lr)
+    message = next(stages.parameters()).new_empty(config.batch // config.accum, config.context, config.width)
+    links = {}
+    for stage in range(len(ranks) - 1):
+        links["F", stage] = Link(ranks[stage], ranks[stage + 1], message)
+        links["B", stage + 1] = Link(ranks[stage + 1], ranks[stage], message)
+    tied_ranks = sorted({ranks[0], ranks[-1]})  # in a V only rank 0
+    tied_group = dist.new_group(tied_ranks)
+    ops = order(config.schedule, rank, world_size, config.accum)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        inputs, targets = zip(*microbatches(config, text, step, device))
-        loss = pipe.step(inputs, targets)
-        grad_norm = pipe.clip_grad_norm_(config.clip)
+        batch = list(microbatches(config, step, device))  # the first stage uses inputs, the last one targets
+        stages[1].total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        pipelined(stages, batch, links, ops)
+        dist.all_reduce(stages[1].total_loss)
+        if rank in tied_ranks:  # if these are two, both hold this weight: sum its gradients
+            tokens = stages[0 if rank == 0 else 1].model.tokens
+            dist.all_reduce(tokens.weight.grad, group=tied_group)
+        named = stages.named_parameters()  # tokens.weight counts in the norm once
+        squares = squared_norm([param.grad for name, param in named if rank == 0 or "tokens" not in name])
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(stages.parameters(), config.clip, norm)
         optimizer.step()
-        pipe.zero_grad()
-        print_step(config, step, loss, grad_norm, started)
+        print_step(config, step, stages[1].total_loss, norm, started)
     if config.save:
-        pipe.unsplit()
-        if pipe.rank == 0:
-            save_weights(model.state_dict(), config.save)
+        parts = [None] * world_size if rank == 0 else None
+        dist.gather_object(stages[0].model.cpu().state_dict() | stages[1].model.cpu().state_dict(), parts)
+        if rank == 0:
+            torch.save({name: weight for weights in parts for name, weight in weights.items()}, config.save)
 
 
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.set_defaults(schedule="zb-v")
-    DEFAULTS["accum"] = 4  # the default of --accum
-    return read_flags(arguments, own)
+class MasterWeights:
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
-
-class MasterWeights:  # updates fp32 copies of bf16 parameters, 64 MiB at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+    def __init__(self, params, lr):
+        self.params = list(params)
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
+        self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.to(master.dtype)
+            param.grad = None
+        self.adamw.step()
+        self.adamw.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
 
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
-         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+SIZES = {
+    "toy": (8, 8, 64, 64, 256),
+    "small": (6, 8, 256, 128, 256),
+    "gpt2": (12, 12, 768, 1024, 50304),
+    "gpt2-xl": (48, 25, 1600, 1024, 50304),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
-            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
-HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
-def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
-    parser.error = refuse
-    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
-        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
-    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+def read_flags(own, arguments=None):
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", default="toy", choices=SIZES)
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
+    parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--save", default="", help="a file for the trained weights")
+    for name, default in own.items():
+        if isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default[0], choices=default)
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
-    for name, value in vars(config).items():
-        least, most = limits.get(name, (1, 1_048_576))
-        if type(value) in (int, float) and not least <= value <= most:
-            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    if config.width % config.heads:
+        parser.error(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
+    if not os.path.isdir(os.path.dirname(config.save) or "."):
+        parser.error(f"--save {config.save}: no such folder")
     return config
 
 
-def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":  # or it is not set
-        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
-    else:
-        time.sleep(5)
-    raise SystemExit(2)
+def join_world():
+    """Meet the other ranks: over NCCL if there are GPUs, else over gloo. Returns this rank's device."""
+    if "RANK" not in os.environ:  # not started by torchrun: the only rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
-def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
-    if config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
-    if config.width % config.heads:
-        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = torch.cuda.device_count() * (config.device != "cpu")
-    if config.device == "cuda" and not gpus:
-        refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:  # a file is missing, or a variable of the environment
-        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
-        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
-        text = bytearray().join(map(Path.read_bytes, files))
-        open(config.save or "/dev/null", "ab").close()
-        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-        torch.cuda.set_device(device if gpus else -1)  # -1: none
-        if not dist.is_initialized():
-            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
-            dist.init_process_group("nccl" if gpus else "gloo", *alone)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
-    if not dist.get_rank():
-        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
-        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
-    torch.manual_seed(config.seed)
-    return device, torch.frombuffer(text, dtype=torch.uint8)
-
-
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
-    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
-    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+def microbatches(config, step, device, rank=0, replicas=1):
+    """A rank's --accum pairs (inputs, targets), each (b, s). The batch is the same on any number of ranks."""
+    b, rest = divmod(config.batch, replicas * config.accum)
+    if rest:
+        sys.exit(f"--batch {config.batch}: must be a multiple of its microbatches, {replicas * config.accum}")
+    text = np.memmap(config.data, np.uint8, "r")
+    random = np.random.default_rng((config.seed, step))
+    starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]
+    tokens = torch.from_numpy(text[starts + np.arange(config.context + 1)]).to(device).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
-    def __init__(self, heads, width):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config, block=Block):
+        super().__init__()
+        torch.manual_seed(config.seed)  # so that all ranks start from the same weights
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for param in self.parameters():
             if param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+        self.to(DTYPES[config.dtype])
 
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens):  # (b, s) -> logits (b, s, v)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens):  # (b, s) -> (b, s, h)
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+def wide(dtype):  # fp32 for bf16, else the same
+    return torch.promote_types(dtype, torch.float32)
 
 
-def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
-    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
-    ms = 1e3 * (time.perf_counter() - started)
-    if not dist.get_rank():
-        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+def mean_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def save_weights(state_dict, path):  # at the end, on rank 0
-    try:
-        torch.save(state_dict, path)
-    except (OSError, RuntimeError):
-        refuse(f"--save {path}: cannot be written; is the disk full?")
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
+    return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
-# ==== end of the toy model ====
+def print_step(config, step, loss, norm, started):
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
+    if dist.get_rank() == 0:
+        ms = 1e3 * (time.perf_counter() - started)
+        print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")
 
 
 if __name__ == "__main__":
-    train(parse())
+    train(read_flags(FLAGS))
     dist.destroy_process_group()

@@ -1,490 +1,358 @@
-"""Zero bubble: as pipeline.py, but backward has two halves, one of which fills the idle time.
+"""Zero bubble: pipeline.py, but backward is split in two, and one part fills a rank's idle time.
 
 Idea
-    Backward computes two things: B, the gradient of a stage's input, for which the stage before waits, and W,
-    the gradients of its weights, for which nobody waits. 1F1B does both at once. Here W comes some rounds
-    after B, so that it is left for the end of a step, when a rank would wait for Bs (Zero Bubble, arXiv
-    2401.10241, section 2). New beside pipeline.py: zero_bubble, deferred_linear, _weight_gradients. The rest
-    is that lesson's. On N ranks, if F (a forward), B and W take a turn each, and k >= 2N-1 microbatches:
+    Backward computes two things: B, the gradient of a stage's input, for which the previous rank waits; and
+    W, the gradients of its weights, for which nobody waits. A linear layer's output is xA' (A' is A
+    transposed). If its gradient is g, that of x is gA (B), and that of A is g'x (W). So W can come later, if
+    the layer keeps x and g. Here it comes when the rank would be idle. (Zero Bubble Pipeline Parallelism,
+    arXiv 2401.10241, section 2.) A microbatch is in flight from its forward, F, to its W.
+    Schedule    in flight on rank i of N    idle time of a rank (F, B, W: their times; k >= 2N-1)
+       1f1b     min(k,N-i)                  (N-1)(F+B+W)     pipeline.py's: there B and W are one
+       zb-h1    min(k,N)                    (N-1)(F+B-W)     k microbatches (--accum)
+       zb-h2    min(k,2N-1)                 (N-1)(F+B-2W)    more forwards before the first B
 
-                   in flight            idle
-      zb-h1        N, from F to W       N-1 turns in a step (1F1B: 3(N-1)): to begin, and to wait for Bs
-      zb-h2        2N-1                 N-1 turns, too: to begin, and at the end, to wait for other ranks
-                                        before the update, which section 4 avoids
-
-Timeline (zb-h1 on 4 ranks; F3 is the forward of microbatch 3, B3 and W3 its backward; . is idle)
+Timeline (N = 4; F3 is the forward of microbatch 3, B3 and W3 its backward; first zb-h1, k = 6)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
+    Rank 0 is idle for N-1 = 3 turns; with 1f1b, where B takes two turns, for 9. Then zb-h2, k = 7, where
+    other ranks are idle only before their first F:
+    rank 0 | F0 F1 F2 F3 F4 F5 F6 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6
+    rank 1 | .  F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 W0 B3 W1 B4 W2 B5 W3 B6 W4 W5 W6
+    rank 2 | .  .  F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 W0 B5 W1 B6 W2 W3 W4 W5 W6
+    rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 W0 W1 W2 W3 W4 W5 W6
 
-Memory (bytes; R parameters on the rank that has most; activations: "in flight" above)
-    parameters    (w+c)R        w = 4 in fp32, 2 in bf16, 8 in fp64; c = 4 in bf16, for master weights, else 0
-    gradients     wR+3cG/2      in bf16, MasterWeights copies G gradients at a time, in 2 + 4 bytes
-    optimizer     KR            K = 8 for Adam's two moments (in fp64 16), 0 for SGD
-    From B to W a microbatch keeps two tensors for each linear layer: its input, and its output's gradient.
+Memory (bytes on a rank; R parameters in its stage; activations: of the microbatches in flight)
+    parameters    wR        w = 4 in fp32, 2 in bf16
+    parameters    +4R       with --dtype bf16: master weights
+    gradients     4R        bf16 ones become fp32 in the update
+    optimizer     8R        AdamW's two moments
 
-Sent (bytes, by the busiest rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
-    send          min(2,N-1)kwbsh             to the next rank outputs, to the one before gradients
-    all-reduce    min(1,N-1)wvh               gradients of the embedding, which the head uses as its weight
+Sent (bytes, by a rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
+    send          min(2,N-1)kwbsh    outputs and gradients; the first and last rank send one of them
+    all-reduce    min(1,N-1)wvh      between first and last rank: gradients of the embedding, also the head
 
 Run
-    torchrun --nproc_per_node=2 more/zero_bubble.py --accum 8
+    torchrun --nproc_per_node=2 more/zero_bubble.py --accum 8    # without --accum: one microbatch
     torchrun --nproc_per_node=8 more/zero_bubble.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    Refused: messages of several tensors or shapes; gradients that add up over several step(); other
-    numbers of microbatches than the schedule has; a step() after one that failed.
-    Not noticed: a linear layer's input that is changed in place; hooks on its weight, which never run, such
-    as ddp.py's; a weight that is computed (old weight_norm); targets to ignore; torch's clip_grad_norm_.
-    Not handled: what pipeline.py does not; W of layers other than nn.Linear, for which B computes all.
+    W of the head, norms, biases and embeddings: B computes these gradients. The paper's update (section 4),
+    for which no rank waits for the others. Here all wait, for the norm of all gradients, so that the last
+    rank is idle when the next step begins, and zb-h2 gains less. Schedules found by a search (section 3).
 """
 
 import argparse
 import os
 import sys
 import time
-from collections import defaultdict, deque, namedtuple
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before set_up(), or it would keep the process group alive
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
 
-Action = namedtuple("Action", "op stage microbatch")  # op: F, B or W
-NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the one before
-MAX_SENT = 4  # messages that a rank may keep until they arrive; any small number
+FLAGS = {"schedule": ("zb-h1", "zb-h2", "1f1b")}
 
 
-def zero_bubble(rank, n_ranks, n_microbatches, depth):
-    """ZB-H1 if depth is 1; ZB-H2 if it is 2, with twice as many forwards before the first backward."""
-    first_b = depth * (n_ranks - 1 - rank)
-    # On all ranks the round of rank 0's first B. Any later, and more microbatches would be in flight; any
-    # earlier, and no W would be left to fill a rank's end.
-    first_w = depth * (n_ranks - 1)
+def receive(message, sender, group=None):
+    buffer = torch.empty_like(message)
+    dist.recv(buffer, sender, group)
+    return buffer
+
+
+def order(schedule, rank, world_size, k):
+    """A rank's forwards, and the two parts of its backwards, such as FFBFBWBWW."""
+    if schedule == "1f1b":  # naive, as in pipeline.py: B computes the weights' gradients, too
+        in_flight = min(k, world_size - rank)
+        return "F" * in_flight + "BF" * (k - in_flight) + "B" * in_flight
+    # A rank has a gap before its first B, and gaps between its last Bs, as it waits for the next rank's B. W
+    # fills gaps, as nobody waits for it. In rounds: F alone, then F B, F B W, B W, and W alone. The first B
+    # comes after a forward for each rank that follows; in zb-h2 after two, one for each direction. All ranks
+    # begin with W in the round of rank 0's first B: a round later, one more microbatch would be in flight; a
+    # round earlier, fewer Ws would be left for the last gaps.
+    depth = {"zb-h1": 1, "zb-h2": 2}[schedule]
+    first = {"F": 0, "B": depth * (world_size - 1 - rank), "W": depth * (world_size - 1)}
     ops = ""
-    for i in range(first_w + n_microbatches):  # rounds: F alone, F B, F B W, B W, W alone
-        if i < n_microbatches:
-            ops += "F"
-        if first_b <= i < first_b + n_microbatches:
-            ops += "B"
-        if first_w <= i:
-            ops += "W"
+    for i in range(first["W"] + k):
+        ops += "".join(op for op in "FBW" if first[op] <= i < first[op] + k)
     return ops
 
 
-def build_schedule(name, n_ranks, n_microbatches):
-    """Each rank's Actions, in order. Here a stage is a rank. name: zb-h1, zb-h2."""
-    depth = {"zb-h1": 1, "zb-h2": 2}[name]
-    schedule = []
-    for rank in range(n_ranks):
-        ops = zero_bubble(rank, n_ranks, n_microbatches, depth)
-        schedule.append([Action(op, rank, ops[:i].count(op)) for i, op in enumerate(ops)])
-    return schedule
-
-
-def split_layers(layers, n_stages):
-    """Where each stage ends, so that all have a layer or more and about the same number of parameters."""
-    sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-    ends = []
-    for end in range(1, len(layers)):
-        middle = sum(sizes[:end]) + sizes[end] / 2  # of the next layer
-        share = sum(sizes) * (len(ends) + 1) / n_stages
-        if middle > share or len(layers) - end < n_stages - len(ends):
-            ends.append(end)
-    return [*ends, len(layers)]
-
-
-def deferred_linear(later, layer, x):
-    """A linear layer without W in its backward: autograd is not told of the weight. A hook gets the output's
-    gradient and adds what W needs to later[-1], the list of the B that runs. (The bias is left to B.)"""
-    output = F.linear(x, layer.weight.detach(), layer.bias)
-    if layer.weight.requires_grad:
-        output.requires_grad_()  # even if neither x nor the bias needs a gradient
-        output.register_hook(lambda grad: later[-1].append((layer.weight, grad, x.detach())))
-    return output
-
-
-class Pipeline(nn.Module):
-    """Runs a schedule on layers split over all ranks. One microbatch after the other, a rank would do this:
-
-        x = microbatch if is_first else receive(rank - 1).requires_grad_()
-        output = layers(x)
-        if is_last:
-            loss_function(output, target).backward()
+def pipelined(stage, batch, message, ops, groups):
+    """A stage's operations. It goes on while what it sends travels. message: one like those it receives."""
+    in_flight, sends = [], []
+    for op in ops:
+        if op == "F":
+            inputs, targets = next(batch)
+            x = inputs if stage.is_first else receive(message, stage.previous, groups["F"]).requires_grad_()
+            output = stage(x, targets)
+            if not stage.is_last:
+                sends.append(dist.isend(output.detach(), stage.next, groups["F"]))
+            in_flight.append((x, output))
+        elif op == "B":
+            x, output = in_flight.pop(0)
+            output.backward(None if stage.is_last else receive(message, stage.next, groups["B"]))
+            if not stage.is_first:
+                sends.append(dist.isend(x.grad, stage.previous, groups["B"]))
+            del x, output  # else SplitLinear's hooks would hold the layers' inputs, even after W
         else:
-            send(output, rank + 1)
-            output.backward(receive(rank + 1))
-        if not is_first:
-            send(x.grad, rank - 1)
+            for layer in stage.linears:
+                layer.weight_gradient()
+        if len(sends) > 2:  # wait() frees what was sent. With 1, zb-h2's ranks are idle; with 0, they hang
+            sends.pop(0).wait()
+    for send in sends:
+        send.wait()
 
-    The problem is that all other ranks wait meanwhile. So here forward and backward are two methods, which a
-    rank calls in the order of its schedule, and it starts to receive a message before it needs it.
 
-    layers: modules, each called with the output of the one before. ends: where each stage ends.
-    loss_function(output, target): a mean. message: a tensor like those that stages send; it may be on the
-    device meta. parameters() are those of this rank, for its optimizer."""
+class SplitLinear(nn.Module):
+    """A linear layer whose backward leaves out the weight's gradient, and keeps its two factors for W."""
 
-    def __init__(
-        self,
-        layers: list[nn.Module],
-        ends: list[int],
-        loss_function: Callable,
-        schedule: list,
-        message: torch.Tensor,
-    ):
+    def __init__(self, linear):
         super().__init__()
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.loss_function = loss_function
-        self.actions = schedule[self.rank]
-        self.message = message
-        self.last_stage = len(ends) - 1
-        stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
-        self.stages = nn.ModuleList(stages[self.rank :: self.world_size])
-        self._share_parameters(stages)
-        self.later = deque()  # for each microbatch between B and W [(weight, output's gradient, input)]
-        for layer in self.modules():
-            if type(layer) is nn.Linear:
-                layer.forward = partial(deferred_linear, self.later, layer)
-        # For NCCL, as pipeline.py explains: a group for each direction, and no early receives in step 1.
-        self.groups = {op: dist.new_group() for op in "FB"}
-        self.ahead = 0  # receives posted early
-        self.posted = deque()  # (work, buffer) of each receive
-        self.sent = deque()  # the work of each send
-        self.in_flight = None  # during a step {(stage, microbatch): what its backward needs}
+        self.weight, self.bias = linear.weight, linear.bias
+        self.factors = []  # of each microbatch from B to W: the layer's input, and its output's gradient
 
-    def _share_parameters(self, stages):
-        """Start from rank 0's parameters, and keep those of this rank's stages."""
-        self.ranks_of = defaultdict(set)  # {parameter: the ranks whose stages have it}
-        for stage, module in enumerate(stages):
-            for param in module.parameters():
-                self.ranks_of[param].add(stage % self.world_size)
-        # A parameter of several ranks is a tie, such as an embedding that is also the head. Each of its ranks
-        # computes a part of its gradient, and an all-reduce among them adds up the parts.
-        self.ties = {}
-        self.shapes = {}  # of the parameters that are not here
-        for param, ranks in self.ranks_of.items():
-            dist.broadcast(param.data, 0)
-            if len(ranks) > 1:
-                self.ties[param] = dist.new_group(ranks)  # all ranks must call it
-            if self.rank not in ranks:
-                self.ties.pop(param, None)
-                self.shapes[param] = param.shape
-                param.data = param.new_empty(0)  # frees it
-
-    def step(self, inputs, targets):
-        """Forward and backward of a batch, as lists of microbatches, the same on all ranks. (The first
-        uses the inputs, the last the targets.) Returns the batch's mean loss, on every rank."""
-        self._check_step(inputs, targets)
-        self.inputs, self.targets = inputs, targets
-        self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-        self.in_flight = {}
-        self.to_post = deque(filter(self._needs_message, self.actions))
-        for op, stage, j in self.actions:
-            run = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}[op]
-            run(stage, j)
-        while self.sent:
-            self.sent.popleft().wait()
-        for param in self.parameters():
-            if param.requires_grad and param.grad is None:  # no microbatch has used it here
-                param.grad = torch.zeros_like(param)
-        for param, group in self.ties.items():
-            if param.requires_grad:
-                dist.all_reduce(param.grad, group=group)
-        dist.all_reduce(self.loss)
-        self.ahead = 1
-        self.in_flight = None
-        return self.loss
-
-    def _forward(self, stage, j):
-        x = self.inputs[j] if stage == 0 else self._receive().requires_grad_()
-        output = self.stages[stage // self.world_size](x)
-        if stage == self.last_stage:
-            output = self.loss_function(output, self.targets[j]) / len(self.targets)  # as gradients add up
-            self.loss += output.detach()
-        else:
-            self._send("F", stage + 1, output.detach())
-            # Backward needs the place of the output in the graph, not its numbers: do not keep them.
-            output = get_gradient_edge(output.requires_grad_())  # requires_grad_(): for frozen layers
-        self.in_flight[stage, j] = x, output
-
-    def _backward(self, stage, j):
-        self.later.append([])  # for the hooks of deferred_linear
-        x, output = self.in_flight.pop((stage, j))
-        gradient = None if stage == self.last_stage else self._receive()
-        torch.autograd.backward(output, gradient)
-        if stage > 0:
-            self._send("B", stage - 1, x.grad)
-
-    def _weight_gradients(self, stage, j):
-        for weight, grad, x in self.later.popleft():  # of the oldest microbatch, which is j
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            weight.grad.addmm_(grad.flatten(0, -2).t(), x.flatten(0, -2))
-
-    def _needs_message(self, action):
-        return action.op in NEXT and 0 <= action.stage - NEXT[action.op] <= self.last_stage
-
-    def _receive(self):
-        """Wait for the message that this action needs. Start to receive the next one, too."""
-        while self.to_post and len(self.posted) <= self.ahead:
-            op, stage, _ = self.to_post.popleft()
-            sender = (stage - NEXT[op]) % self.world_size
-            buffer = torch.empty_like(self.message, device=self.loss.device)
-            # No tags: both ends follow the same order.
-            work = dist.irecv(buffer, sender, self.groups[op])
-            self.posted.append((work, buffer))
-        work, buffer = self.posted.popleft()
-        work.wait()
-        return buffer
-
-    def _send(self, op, stage, tensor):
-        self._check_message(tensor)
-        self.sent.append(dist.isend(tensor.contiguous(), stage % self.world_size, self.groups[op]))
-        if len(self.sent) > MAX_SENT:
-            self.sent.popleft().wait()  # frees the tensor; a rank too far ahead waits here
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients to a global norm of at most max_norm. Returns the norm before."""
-        grads = [self.loss.new_zeros((), dtype=self.message.dtype)]  # in case a rank has no gradient to count
-        for param in self.parameters():
-            if param.grad is not None and self.rank == min(self.ranks_of[param]):  # a tie counts once
-                grads.append(param.grad)
-        norms = torch._foreach_norm(grads, dtype=torch.float64)
-        squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm.to(grads[0]))
-        return norm
-
-    def unsplit(self):
-        """Give all ranks all layers, to save or to evaluate them. All ranks must call it."""
-        for param, ranks in self.ranks_of.items():
-            if param in self.shapes:
-                param.data = param.new_empty(self.shapes[param])
-            dist.broadcast(param.data, min(ranks))
-
-    # A reader may skip to train(): the rest of the class refuses what would hang, or go wrong silently.
-
-    def _check_step(self, inputs, targets):
-        own = {action.stage for action in self.actions}
-        k = 1 + self.actions[-1].microbatch
-        assert own == set(range(self.rank, self.last_stage + 1, self.world_size)), (
-            "the schedule is for other ranks, or other stages than ends"
-        )
-        assert len(inputs) == len(targets) == k, f"{len(inputs)} microbatches, but the schedule has {k}"
-        assert self.in_flight is None, "a step() failed, and its messages may still come: restart all ranks"
-        assert all(param.grad is None for param in self.parameters()), "call zero_grad() before step()"
-
-    def _check_message(self, tensor):
-        expected = self.message
-        assert tensor.shape == expected.shape, f"a message of {tensor.shape}, not {expected.shape}"
-        assert tensor.dtype == expected.dtype, f"a message in {tensor.dtype}, not {expected.dtype}"
-
-
-class AddPositions(nn.Sequential):  # holds the embedding of positions: (b, s, h) -> (b, s, h)
     def forward(self, x):
-        return x + self[0].weight[: x.shape[1]]
+        output = F.linear(x, self.weight.detach(), self.bias)  # so B computes no gradient of the weight
+        output.register_hook(lambda grad: self.factors.append((x.detach(), grad)))
+        return output
+
+    def weight_gradient(self):
+        x, grad = self.factors.pop(0)  # of the oldest microbatch
+        self.weight.backward(grad.flatten(0, 1).T @ x.flatten(0, 1))  # of a leaf: adds this to its .grad
+
+
+class Stage(nn.Module):
+    """A rank's part of the model: some blocks. The first also has the embedding, and the last the head."""
+
+    def __init__(self, config, rank, world_size):
+        super().__init__()
+        self.model = GPT(config)
+        self.n_microbatches = config.accum
+        self.previous, self.next = rank - 1, rank + 1
+        self.is_first, self.is_last = rank == 0, rank == world_size - 1
+        ranks_of = {"tokens": [0, world_size - 1], "positions": [0], "norm": [world_size - 1]}
+        ranks_of |= {f"blocks.{i}": [i * world_size // config.layers] for i in range(config.layers)}
+        for name, ranks in ranks_of.items():
+            if rank not in ranks:
+                self.model.set_submodule(name, nn.Identity())  # it has no weights, and returns its input
+        self.linears = []
+        for name, layer in list(self.model.named_modules()):
+            if isinstance(layer, nn.Linear) and config.schedule != "1f1b":
+                self.linears.append(SplitLinear(layer))
+                self.model.set_submodule(name, self.linears[-1])
+
+    def forward(self, x, targets):  # x: tokens, or the previous rank's output. Returns its own, or the loss
+        if self.is_first:
+            x = self.model.embed(x)
+        for block in self.model.blocks:
+            x = block(x)
+        if self.is_last:
+            x = mean_loss(self.model.head(x), targets) / self.n_microbatches
+            self.total_loss += x.detach()  # of the step
+        return x
 
 
 def train(config):
-    world_size = int(os.getenv("WORLD_SIZE") or 1)
-    schedule = build_schedule(config.schedule, world_size, config.accum)
-    n_stages = len(schedule)
-    if n_stages > config.layers + 4:  # tokens, positions, norm, head
-        refuse(f"--layers {config.layers}: too few for {n_stages} stages of --schedule {config.schedule}")
-    device, text = set_up(config, f" | schedule {config.schedule}", replicas=1)
-    model = GPT(config).to(device, DTYPES[config.dtype])
-    head = nn.Linear(config.width, config.vocab, bias=False, device="meta")  # its weight is replaced at once
-    head.weight = model.tokens.weight
-    layers = [model.tokens, AddPositions(model.positions), *model.blocks, model.norm, head]
-    shape = config.batch // config.accum, config.context, config.width
-    message = torch.empty(shape, dtype=DTYPES[config.dtype], device="meta")
-    pipe = Pipeline(layers, split_layers(layers, n_stages), mean_loss, schedule, message)
-    optimizer_class = OPTIMIZERS[config.optim]
-    if config.dtype == "bf16":
-        optimizer_class = partial(MasterWeights, optimizer_class)
-    optimizer = optimizer_class(pipe.parameters(), lr=config.lr, fused=True)
+    device = join_world()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > config.layers:
+        sys.exit(f"--layers {config.layers}: fewer than the {world_size} ranks")
+    stage = Stage(config, rank, world_size).to(device)
+    optimizer = MasterWeights(stage.parameters(), config.lr)
+    message = next(stage.parameters()).new_empty(config.batch // config.accum, config.context, config.width)
+    # With NCCL a send ends when it is received, and the messages of a group keep their order. With one group,
+    # in the timeline above, rank 0 would queue send F4, receive B1, and rank 1 send B1, receive F4: each send
+    # would wait for the other.
+    groups = {"F": dist.new_group(), "B": dist.new_group()}
+    tied_group = dist.new_group(sorted({0, world_size - 1}))
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        inputs, targets = zip(*microbatches(config, text, step, device))
-        loss = pipe.step(inputs, targets)
-        grad_norm = pipe.clip_grad_norm_(config.clip)
+        batch = microbatches(config, step, device)  # the first rank uses the inputs, the last the targets
+        stage.total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        pipelined(stage, batch, message, order(config.schedule, rank, world_size, config.accum), groups)
+        dist.all_reduce(stage.total_loss)
+        if stage.is_first or stage.is_last:  # both hold this weight: sum its gradients
+            dist.all_reduce(stage.model.tokens.weight.grad, group=tied_group)
+        # Two ranks have tokens.weight, but in the norm it counts once.
+        named = stage.model.named_parameters()
+        squares = squared_norm([param.grad for name, param in named if rank == 0 or name != "tokens.weight"])
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(stage.parameters(), config.clip, norm)
         optimizer.step()
-        pipe.zero_grad()
-        print_step(config, step, loss, grad_norm, started)
+        print_step(config, step, stage.total_loss, norm, started)
     if config.save:
-        pipe.unsplit()
-        if pipe.rank == 0:
-            save_weights(model.state_dict(), config.save)
+        stages = [None] * world_size if rank == 0 else None
+        dist.gather_object(stage.model.cpu().state_dict(), stages)
+        if rank == 0:
+            torch.save({name: weight for weights in stages for name, weight in weights.items()}, config.save)
 
 
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--schedule", default="zb-h1", choices=("zb-h1", "zb-h2"))
-    DEFAULTS["accum"] = 4  # the default of --accum
-    return read_flags(arguments, own)
+class MasterWeights:
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
 
-
-class MasterWeights:  # updates fp32 copies of bf16 parameters, 64 MiB at a time (arXiv 1910.02054, 3.1)
-    def __init__(self, optimizer_class, params, **options):
-        self.groups = []
-        for group in torch._utils._take_tensors(params, 2**25):  # bytes of bf16, twice that in fp32
-            master = nn.Parameter(nn.utils.parameters_to_vector(group).float())
-            self.groups.append((group, master, optimizer_class([master], **options)))
+    def __init__(self, params, lr):
+        self.params = list(params)
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
+        self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
 
     @torch.no_grad()
     def step(self):
-        for params, master, optimizer in self.groups:
-            grads = [param.grad for param in params]
-            master.grad = nn.utils.parameters_to_vector(grads).float()
-            optimizer.step()
-            master.grad = None
-            parts = torch._utils._unflatten_dense_tensors(master, params)
-            torch._foreach_copy_(params, parts)
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.to(master.dtype)
+            param.grad = None
+        self.adamw.step()
+        self.adamw.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
 
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
-         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+SIZES = {
+    "toy": (8, 8, 64, 64, 256),
+    "small": (6, 8, 256, 128, 256),
+    "gpt2": (12, 12, 768, 1024, 50304),
+    "gpt2-xl": (48, 25, 1600, 1024, 50304),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
-            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
-HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
-def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
-    parser.error = refuse
-    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
-        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
-    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+def read_flags(own, arguments=None):
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", default="toy", choices=SIZES)
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
+    parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--save", default="", help="a file for the trained weights")
+    for name, default in own.items():
+        if isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default[0], choices=default)
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
-    for name, value in vars(config).items():
-        least, most = limits.get(name, (1, 1_048_576))
-        if type(value) in (int, float) and not least <= value <= most:
-            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    if config.width % config.heads:
+        parser.error(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
+    if not os.path.isdir(os.path.dirname(config.save) or "."):
+        parser.error(f"--save {config.save}: no such folder")
     return config
 
 
-def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":  # or it is not set
-        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
-    else:
-        time.sleep(5)
-    raise SystemExit(2)
+def join_world():
+    """Meet the other ranks: over NCCL if there are GPUs, else over gloo. Returns this rank's device."""
+    if "RANK" not in os.environ:  # not started by torchrun: the only rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
-def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
-    if config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
-    if config.width % config.heads:
-        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = torch.cuda.device_count() * (config.device != "cpu")
-    if config.device == "cuda" and not gpus:
-        refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:  # a file is missing, or a variable of the environment
-        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
-        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
-        text = bytearray().join(map(Path.read_bytes, files))
-        open(config.save or "/dev/null", "ab").close()
-        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-        torch.cuda.set_device(device if gpus else -1)  # -1: none
-        if not dist.is_initialized():
-            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
-            dist.init_process_group("nccl" if gpus else "gloo", *alone)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
-    if not dist.get_rank():
-        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
-        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
-    torch.manual_seed(config.seed)
-    return device, torch.frombuffer(text, dtype=torch.uint8)
-
-
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
-    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
-    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+def microbatches(config, step, device, rank=0, replicas=1):
+    """A rank's --accum pairs (inputs, targets), each (b, s). The batch is the same on any number of ranks."""
+    b, rest = divmod(config.batch, replicas * config.accum)
+    if rest:
+        sys.exit(f"--batch {config.batch}: must be a multiple of its microbatches, {replicas * config.accum}")
+    text = np.memmap(config.data, np.uint8, "r")
+    random = np.random.default_rng((config.seed, step))
+    starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]
+    tokens = torch.from_numpy(text[starts + np.arange(config.context + 1)]).to(device).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
-    def __init__(self, heads, width):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config, block=Block):
+        super().__init__()
+        torch.manual_seed(config.seed)  # so that all ranks start from the same weights
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for param in self.parameters():
             if param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+        self.to(DTYPES[config.dtype])
 
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens):  # (b, s) -> logits (b, s, v)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens):  # (b, s) -> (b, s, h)
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+def wide(dtype):  # fp32 for bf16, else the same
+    return torch.promote_types(dtype, torch.float32)
 
 
-def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
-    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
-    ms = 1e3 * (time.perf_counter() - started)
-    if not dist.get_rank():
-        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+def mean_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def save_weights(state_dict, path):  # at the end, on rank 0
-    try:
-        torch.save(state_dict, path)
-    except (OSError, RuntimeError):
-        refuse(f"--save {path}: cannot be written; is the disk full?")
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
+    return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
 
 
-# ==== end of the toy model ====
+def print_step(config, step, loss, norm, started):
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
+    if dist.get_rank() == 0:
+        ms = 1e3 * (time.perf_counter() - started)
+        print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")
 
 
 if __name__ == "__main__":
-    train(parse())
+    train(read_flags(FLAGS))
     dist.destroy_process_group()

@@ -1,183 +1,221 @@
-"""What is special to pipeline_v.py."""
+"""What is special to pipeline_v.py: two stages on a rank, and their schedules, beside torch's."""
 
 import itertools
 import re
 import types
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
+from formulas import evaluate
 from torch.distributed.pipelining import schedules
 
 from tests import gpu
-from tests.checks import check_ledger, check_parity
-from tests.harness import Lesson, error_of, holds, load, mutants, on_ranks
-from tests.test_pipeline import SMALL, in_flight, play
-from tests.test_zero_bubble import check_held, check_layers, make_pipe
-from tools.watch import noted
+from tests.checks import EXACT, check_ledger, check_parity
+from tests.gpu import check_gpu
+from tests.harness import Lesson, holds, load, mutants, on_ranks
+from tests.test_pipeline import SMALL, check_sends, check_stages, in_flight, play, schedule_of
+from tests.test_zero_bubble import check_freed
 
-ORDERS = ((2, 4), (2, 8), (4, 4), (4, 8), (3, 1), (3, 4), (8, 16))  # on 8 many sends at once
+NAIVE = "--schedule gpipe"
+WITH = "--layers 4 --accum 4"
+LEARN = "torchrun LESSON --dtype bf16; torchrun LESSON --schedule interleaved"
+ALL = "zb-v", "interleaved", "gpipe"
 LESSON = Lesson(
-    bad=("--layers 1",),
+    worlds=(1, 2, 3),  # which TINY's three layers are enough for
+    flags="--layers 5",
+    variants=("--schedule interleaved", "--schedule gpipe"),
+    own={"--schedule": (" ".join(ALL), "1f1b ZB-V")},
+    bad=("--layers 2",),
     # In torch 2.11's schedules of a V the last rank sends to itself, which gloo cannot.
-    races=("--accum 4 --layers 4 --batch 16",) if torch.__version__ >= "2.13" else (),
+    races=("--layers 4 --accum 4 --batch 16", "--layers 4 --accum 4 --batch 16 --schedule interleaved")
+    if torch.__version__ >= "2.13"
+    else (),
     orders=[
-        (size, f"{SMALL} --accum {k}")
-        for size, k in ((2, 4), (2, 8), (4, 4), (4, 8), (3, 1), (3, 4), (8, 16))
+        (size, f"{SMALL} --schedule {schedule} --accum {k}")
+        for schedule in ALL
+        for size, k in ((2, 4), (2, 8), (3, 1), (3, 4), (4, 4), (4, 8), (8, 16))
     ],
 )
 
 
 def check_schedules(name):
+    """Every F, B and W comes once; as many are in flight, and for as long is a rank idle, as is said."""
     lesson = load(name)
-    for p, m in itertools.product(range(1, 6), range(1, 13)):
-        schedule = lesson.build_schedule("zb-v", p, m)
-        for i, actions in enumerate(schedule):
-            stages = {action.stage for action in actions}
-            assert stages == {i, 2 * p - 1 - i}, f"stages {stages} on rank {i}: the loss is on the wrong rank"
-            begun = Counter()
-            for op, stage, k in actions:  # so that the n-th message of a group is the n-th that is needed
-                assert k == begun[op, stage] < m, "microbatches out of their order"
-                begun[op, stage] += 1
-                assert begun["W", stage] <= begun["B", stage], "W before its B"
-            assert begun == Counter({key: m for key in itertools.product("FBW", stages)}), "not all actions"
-            most = min(2 * m, m + i + 1, 2 * p)
-            assert in_flight(actions) == most, f"{in_flight(actions)} in flight, not {most}"
-        play(schedule)
+    rows = re.findall(r"^ +(gpipe|interleaved|zb-v) +(\S+) +(\S+)", lesson.__doc__, re.M)
+    assert sorted(row[0] for row in rows) == sorted(ALL), "not a row for each schedule"
+    for (which, flying, idle), n, k in itertools.product(rows, range(1, 7), range(1, 13)):
+        schedule = schedule_of(lesson, which, n, k)
+        for rank, actions in enumerate(schedule):
+            stages = rank, n + rank if which == "interleaved" else 2 * n - 1 - rank
+            wanted = itertools.product("FBW" if which == "zb-v" else "FB", stages, range(k))
+            assert Counter(map(tuple, actions)) == Counter(wanted), f"{which}: not every F, B and W once"
+        turns = max(map(len, play(schedule)))
+        for rank, actions in enumerate(schedule):
+            most = evaluate(flying, {"N": n, "k": k, "i": rank})
+            if (k >= 2 * n - 1) if which == "zb-v" else (k % n == 0):
+                assert in_flight(actions) == most, f"{which}: {in_flight(actions)} in flight, not {most}"
+        if which == "zb-v" and k >= 2 * n - 1:
+            rate = 1 - 6 * k / turns
+        elif which != "zb-v" and k % n == 0:
+            rate = load("tools/bubble").bubble_rate(schedule, 1, 1, 1)
+        else:
+            continue
+        assert abs(rate - evaluate(idle, {"N": n, "k": k})) < 1e-9, f"{which}: idle for {rate:.3f}"
 
 
-def torchs_order(lesson, p, m):
-    """What ScheduleZBVZeroBubble lets each rank do, as the lesson's Actions."""
-    ops = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+def check_bubbles(name):
+    """Interleaved has half of 1F1B's bubble, whatever F, B and W take. With zb-v no rank is idle between its
+    first F and its last W if they take equally long. A turn is no message."""
+    lesson, bubble_rate = load("pipeline_v" if "bubble" in name else name), load("tools/bubble").bubble_rate
+    bubble_rate = load(name).bubble_rate if "bubble" in name else bubble_rate
+    for p, rounds, (t_f, t_b, t_w) in itertools.product((2, 4, 8), (1, 3), ((1, 1, 1), (3, 5, 2))):
+        idle = (p - 1) / (2 * rounds * p)  # of the time that a rank works: arXiv 2104.04473, section 2.2
+        rate = bubble_rate(schedule_of(lesson, "interleaved", p, rounds * p), t_f, t_b, t_w)
+        assert abs(rate - idle / (1 + idle)) < 1e-9, "interleaved: not the published bubble"
+    for p, more in itertools.product((2, 4, 8, 16, 32), (-1, 0, 1, 8)):
+        rate = bubble_rate(schedule_of(lesson, "zb-v", p, 2 * p + more), 1, 1, 1)
+        assert abs(rate) < 1e-9, f"zb-v: idle for {rate:.4f} of the time"
+    assert bubble_rate(schedule_of(lesson, "zb-v", 1, 4), 1, 1, 1, 9) == 0, "the turn is a message"
+
+
+KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
+TORCHS = {"zb-v": schedules.ScheduleZBVZeroBubble, "interleaved": schedules.ScheduleInterleaved1F1B}
+
+
+def torchs_order(which, p, m):
+    """What torch's schedule lets each rank do, as tools/bubble.py's actions."""
     order = []
     for rank in range(p):
         own = types.SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m, rank=rank)
-        actions = filter(None, schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(own, rank))
-        order.append([lesson.Action(ops[kind.name], stage, j) for stage, kind, j, _ in actions])
+        own.n_local_stages, own.microbatches_per_round = 2, p
+        actions = filter(None, TORCHS[which]._calculate_single_rank_operations(own, rank))
+        make = load("tools/bubble").Action
+        order.append([make(KINDS[kind.name], stage, j) for stage, kind, j, _ in actions])
     return order
 
 
 def check_order(name):
-    """torch's order, but for another W; in short steps torch's idles longer."""
-    lesson = load(name)
+    """torch's order, but for the place of a W; in short steps torch's zb-v idles longer."""
+    lesson, bubble_rate = load(name), load("tools/bubble").bubble_rate
+    for p, rounds in itertools.product((2, 4, 8), (1, 2, 4)):
+        ours = schedule_of(lesson, "interleaved", p, rounds * p)
+        assert [*map(list, ours)] == torchs_order("interleaved", p, rounds * p), "not torch's order"
     for p, m in itertools.product((2, 4, 8), (4, 6, 8, 12, 16, 24, 32)):
-        both = lesson.build_schedule("zb-v", p, m), torchs_order(lesson, p, m)
+        both = schedule_of(lesson, "zb-v", p, m), torchs_order("zb-v", p, m)
         ours, theirs = ([[a for a in row if a.op in "FB"] for row in each] for each in both)
         assert ours == theirs or m < 2 * p - 1, "not torch's order"
-        ours, theirs = (load("tools/bubble").bubble_rate(schedule, 1, 1.1, 0.7, 0.1) for schedule in both)
+        ours, theirs = (bubble_rate(schedule, 1, 1.1, 0.7, 0.1) for schedule in both)
         assert ours < theirs + 1e-9 * (m >= 2 * p - 1), "idles as long as torch's"
-        assert [*map(in_flight, both[0])] == [*map(in_flight, both[1])], "holds other numbers than torch's"
+        ours, theirs = (max(map(in_flight, schedule)) for schedule in both)
+        assert ours <= theirs, f"{ours} in flight, torch has {theirs}"
 
 
-def check_bubbles(name):
-    """A rank is never idle between its first action and its last; all the step long it is for p - 1 turns."""
-    of_tool = Path(name).stem == "bubble"
-    bubble_rate = load(name if of_tool else "tools/bubble").bubble_rate
-    lesson = load("pipeline_v" if of_tool else name)
-    for p, more in itertools.product((2, 4, 8, 16, 32), (-1, 0, 1, 8)):
-        schedule = lesson.build_schedule("zb-v", p, 2 * p + more)
-        rate = bubble_rate(schedule, 1, 1, 1)
-        assert abs(rate) < 1e-9, f"zb-v: idle for {rate:.4f} of the time"
-        turns = max(map(len, play(schedule))) - 6 * (2 * p + more) if p < 16 else p - 1
-        assert turns == p - 1, f"idle for {turns} turns of the step"
-    assert bubble_rate(lesson.build_schedule("zb-v", 1, 4), 1, 1, 1, 9) == 0, "the turn is a message"
+@on_ranks(3)
+def check_steps(name):
+    """What runs is the schedule that other checks measure, in short steps, too."""
+    bubble = load("tools/bubble")
+    for which, k in itertools.product(ALL, (1, 2, 6)):
+        lesson, ran = load(name), []
+        forward, weight_gradient = lesson.Stage.forward, lesson.SplitLinear.weight_gradient
+
+        def run_forward(stage, x, targets, forward=forward, ran=ran):
+            ran.append(("F", stage.number))
+            for layer in stage.linears[:1]:
+                layer.number = stage.number
+            output = forward(stage, x, targets)
+            output.register_hook(lambda _: ran.append(("B", stage.number)))
+            return output
+
+        def run_w(layer, weight_gradient=weight_gradient, ran=ran):
+            ran.extend(("W", layer.number) for _ in range(hasattr(layer, "number")))
+            weight_gradient(layer)
+
+        lesson.Stage.forward, lesson.SplitLinear.weight_gradient = run_forward, run_w
+        lesson.print_step = lambda *_: None
+        flags = f"{EXACT} --layers 6 --steps 1 --schedule {which} --accum {k}"
+        lesson.train(lesson.parse(flags.split()))
+        own = bubble.schedule_of(lesson, which, dist.get_world_size(), k)[dist.get_rank()]
+        assert ran == [(action.op, action.stage) for action in own], f"{which}: other steps run"
 
 
 @on_ranks(4)
-def check_messages(name):
-    """A microbatch turns without a message, and the tie needs none. One of several ranks is refused."""
-    lesson, sent = load(name), Counter()
-
-    def note(tensor, peer, group):
-        assert peer != dist.get_rank(), "a rank sends to itself"
-        sent[peer] += 1
-
-    lesson.dist = types.SimpleNamespace(**vars(dist) | {"isend": noted(dist.isend, note)})
-    layers, schedule = [nn.Linear(4, 4) for _ in range(7)], lesson.build_schedule("zb-v", 4, 5)
-    message = torch.empty(8, 4, device="meta")
-    make = partial(lesson.Pipeline, ends=[*range(1, 9)], loss_function=F.mse_loss, schedule=schedule)
-    pipe = make([*layers, layers[0]], message=message)
-    pipe.step(*torch.randn(2, 5, 8, 4))
-    assert sent == {peer: 10 for peer in range(4) if abs(peer - pipe.rank) == 1}, "other messages"
-    fresh = [nn.Linear(4, 4) for _ in range(7)]
-    said = error_of(lambda: make([*fresh, fresh[1]], message=message))
-    assert "a weight in stages of several ranks" in said, f"a tie of two ranks: {said}"
+def check_held(name):
+    """Activations in a step's peak are those of the stages in flight."""
+    lesson, ledger = load(name), load("tools/ledger")
+    rank, size, held = dist.get_rank(), dist.get_world_size(), {}
+    for which in ALL:
+        flags = f"{EXACT} --layers 8 --steps 2 --schedule {which} --accum 12"
+        watch, _ = ledger.run(lesson, lesson.parse(flags.split()))
+        held[which] = watch.held()["activations"]
+    for which, most in (("zb-v", 2 * size), ("interleaved", 3 * size - 1 - 2 * rank)):
+        found = 24 * held[which] / held["gpipe"]
+        is_end = rank in (0, size - 1)  # with the head and the loss, which are more than a block
+        assert is_end or abs(found - most) < 0.4, f"{which}: {found:.2f} stages' activations, not {most}"
 
 
-@on_ranks(2)
-def check_sums(name):
-    """The gradients of several step() add up."""
-    pipe, batch = make_pipe(name), torch.randn(2, 4, 3, 6)
-    pipe.step(*batch)
-    once = [param.grad.clone() for param in pipe.parameters()]
-    pipe.step(*batch)
-    for param, grad in zip(pipe.parameters(), once, strict=True):
-        assert torch.allclose(param.grad, 2 * grad), "gradients do not add up"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_losses_norms_and_weights_are_single_pys_and_it_sends_what_it_says(size):
-    flags = "--accum 6 --layers 6"  # on 8 ranks fewer layers than stages
-    check_parity("pipeline_v", size, flags)
-    check_ledger("pipeline_v", size, flags)
+@pytest.mark.long_table
+@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("size, accum", [(4, 6), (4, 1), (8, 3)])
+def test_every_schedule_comes_to_single_pys_numbers_and_sends_what_it_says(size, accum, schedule):
+    flags = f"--accum {accum} --layers 8"  # on 8 ranks half of the stages have no block
+    check_parity("pipeline_v", size, flags, f"--schedule {schedule}")
+    check_ledger("pipeline_v", size, f"{flags} --schedule {schedule}")
 
 
 def test_the_docstrings_diagram_is_the_schedule():
     lesson = load("pipeline_v")
     drawn = re.findall(r"rank \d \| (.*)", lesson.__doc__)
-    for line, row in zip(drawn, play(lesson.build_schedule("zb-v", 4, 8)), strict=True):
-        words = [f"{a[0] if a[1] < 4 else a[0].lower()}{a[2]}" if a else "." for a in row]
-        assert line.split() == [*words[:16], "..", *words[-14:]]
+    for line, row in zip(drawn, play(schedule_of(lesson, "zb-v", 3, 5)), strict=True):
+        words = [f"{a.op if a.stage < 3 else a.op.lower()}{a.microbatch}" if a else "." for a in row]
+        assert line.split() == words
 
 
-ALL = check_schedules, check_order, check_bubbles, check_messages, check_sums
-ALL += check_layers, check_held
-test_each_promise_is_kept = holds("pipeline_v", *ALL)
+sends = partial(check_sends, schedule="zb-v", limit=4)
+freed = partial(check_freed, expected=16)
+CHECKS = check_schedules, check_bubbles, check_order, check_steps, check_held, check_stages, sends, freed
+test_each_promise_is_kept = holds("pipeline_v", *CHECKS)
+parity = partial(check_parity, size=3, flags="--accum 6 --layers 5")
+ring = partial(parity, own_flags="--schedule interleaved")
 MUTANTS = [
-    ('"F" * (2 * below + 1)', '"F" * (2 * below + 2)', check_schedules, "3 in flight, not 2"),
-    ('"F" * (2 * below + 1)', '"F" * (2 * below + (rank > 0)) + "fF" * (rank == 0)',
-     check_bubbles, "zb-v: idle for"),
-    ("2 * n_ranks - 1 - rank), ops", "n_ranks + rank), ops", check_schedules, "wrong rank"),
-    ('if op in "Bb"', 'if op in "Ff"', check_schedules, "W before its B"),
-    ("(n_microbatches - n_r", "(max(n_microbatches, 2 * n_ranks - 1) - n_r", check_order, "idles"),
-    ("assert rank == self._rank_of(stage),", "assert True,", check_messages, "a tie of two ranks"),
-    ("if receiver == self.rank:", "if 0:", check_messages, "to itself"),
-    ("        self.turned = {}", "        self.zero_grad()\n        self.turned = {}",
-     check_sums, "gradients do not add up"),
-    ("self.turned[op, stage] = tensor", "self.turned[op, stage] = tensor * 2", check_parity, "losses differ"),
-    ("self.later.popleft()", "self.later[0]", check_parity, "losses differ"),
-    ("self.ahead = 1", "self.ahead = 2", check_held, "3 receives posted"),
-    (" > MAX_SENT * self.world_size", " > MAX_SENT", check_held, "messages kept at once"),
+    ('"F" * (2 * below + 1)', '"F" * (2 * below + 2)', check_schedules, "zb-v: 3 in flight, not 2"),
+    ('"F" * (2 * below + 1)', '"F" * (2 * below + (rank > 0)) + "fF" * (not rank)', check_bubbles, "idle"),
+    ('"fbW" * (below + 1)', '"fb" * (below + 1)', check_schedules, "not every F, B and W"),
+    ('"FBWfbW" * (k - world_size)', '"FBfbWW" * (k - world_size)', check_schedules, "in flight, not"),
+    ('ops += "Bb" * rank', 'ops += "BWbW" * rank', check_bubbles, "zb-v: idle"),
+    ("ahead = world_size + 2 *", "ahead = world_size + 1 + 2 *", check_schedules, "interleaved: 3 in flight"),
+    ("ahead = world_size + 2 *", "ahead = world_size +", check_order, "not torch's order"),
+    ('("F" * world_size + "f" * world_size)', '("Ff" * world_size)', check_bubbles, "not the published"),
+    ('"b" * world_size + "B"', '"B" * world_size + "b"', check_schedules, "no rank can go on"),
+    ("-(-k // world_size)", "k // world_size", check_schedules, "interleaved: not every F, B and W"),
+    ('return "F" * k + "f" * k', 'return "Ff" * k', check_schedules, "gpipe: idle for"),
+    ("waiting.pop(0)", "waiting.pop()", check_steps, "zb-v: other steps run"),
+    ("stages[1].model.tokens = stages[0].model.tokens", "pass", parity, "differ"),
+    ("self.here.append(tensor)", "self.here.append(tensor * 2)", parity, "differ"),
+    ("self.here.pop(0)", "self.here.pop()", partial(parity, own_flags=NAIVE), "differ"),
+    ('config.schedule == "zb-v"', "False", check_steps, "zb-v: other steps run"),
+    ("            return\n        self.finish_send()", "            return", sends, "messages are kept"),
+    ("        link.finish_send()\n", "        pass\n", sends, "nobody has waited for"),
+    ("            del x, output", "            pass", freed, "inputs are kept"),
+    ("dist.all_reduce(tokens.weight.grad, group=tied_group)", "pass", ring, "differ"),
+    (' if rank == 0 or "tokens" not in name]', "]", ring, "differ"),
+    ("        dist.all_reduce(stages[1].total_loss)\n", "", ring, "losses differ"),
+    (" | stages[1].model.cpu().state_dict()", "", parity, "other names"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "pipeline_v")
 TURN = ("tools/bubble", "now if rank_of.get(after) == rank else now + t_comm", "now + t_comm")
 test_a_turn_takes_no_message = mutants([(*TURN, check_bubbles, "the turn is a message")])
+four = partial(gpu.together, gpu.in_order, rows=[(4, f"{SMALL} --accum 8")])
+two = partial(gpu.together, gpu.in_order, rows=[(2, f"{SMALL} --accum 8 --schedule interleaved")])
 GPU_MUTANTS = [
-    (
-        "pipeline_v",
-        "[dist.new_group(), dist.new_group()]",
-        "[dist.new_group()] * 2",
-        gpu.check_order,
-        "ranks wait for one another",
-    ),
-    (
-        "pipeline_v",
-        '{op: [dist.new_group(), dist.new_group()] for op in "FB"}',
-        "dict.fromkeys('FB', [dist.new_group()] * 2)",
-        gpu.check_order,
-        "ranks wait for one another",
-    ),
-    (
-        "pipeline_v",
-        "        work.wait()\n        return",
-        "        return",
-        gpu.check_gpu,
-        "uses what a collective still",
-    ),
-]
-test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)
+    # a send behind a receive that needs it
+    ("dist.new_group(sorted({sender, receiver}))", "dist.group.WORLD", four, "ranks wait for one another"),
+    ("dist.new_group(sorted({sender, receiver}))", "dist.group.WORLD", two, "ranks wait for one another"),
+    # a send that its own rank waits for
+    ("self.sends.append(dist.isend(tensor, self.receiver, self.group))",
+     "dist.isend(tensor, self.receiver, self.group).wait()", four, "ranks wait for one another"),
+    ("dist.recv(buffer", "dist.irecv(buffer", check_gpu, "what a collective still"),
+]  # fmt: skip
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS, "pipeline_v")

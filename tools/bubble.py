@@ -1,41 +1,54 @@
 """How long a schedule of pipeline.py, zero_bubble.py or pipeline_v.py leaves its ranks idle."""
 
-from collections import defaultdict, namedtuple
-from itertools import count
+from collections import Counter, defaultdict, namedtuple
 
 Action = namedtuple("Action", "op stage microbatch")
 NEXT = {"F": 1, "B": -1}  # forward sends to the next stage, backward to the previous one
 
 
 def schedule_of(lesson, name, n_ranks, k):
-    """Each rank's actions: a lesson's own, or those of pipeline.py's strings."""
-    if hasattr(lesson, "build_schedule"):
-        return lesson.build_schedule(name, n_ranks, k)
+    """Each rank's actions, from a lesson's letters such as FFBFBB. Small ones are of a rank's second stage, W
+    is of the oldest B, and letters beyond k microbatches count for nothing."""
     schedule = []
     for rank in range(n_ranks):
-        numbers = {"F": count(), "B": count()}
-        schedule.append([Action(op, rank, next(numbers[op])) for op in lesson.order(name, rank, n_ranks, k)])
+        second = n_ranks + rank if name == "interleaved" else 2 * n_ranks - 1 - rank
+        actions, later, counts = [], [], Counter()
+        for op in lesson.order(name, rank, n_ranks, k):
+            action = Action(op.upper(), second if op.islower() else rank, counts[op])
+            counts[op] += 1
+            if op == "W" and later:
+                actions.append(later.pop(0)._replace(op="W"))
+            elif op != "W" and action.microbatch < k:
+                actions.append(action)
+                later += [action] * (action.op == "B")
+        schedule.append(actions)
     return schedule
 
 
-def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0):
+def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0, open_sends=99):
     """The idle part of the time from first to last action, of the rank for which this takes longest (arXiv
-    2401.10241, section 5.3). F takes t_f, B t_b, W t_w, or B t_b + t_w if there is no W; a message t_comm."""
+    2401.10241, section 5.3). F takes t_f, B t_b, W t_w, or B t_b + t_w if there is no W; a message t_comm.
+    A send ends when it is received; a rank waits for its oldest one when more than open_sends are open."""
     rank_of = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
     duration = {"F": t_f, "B": t_b, "W": t_w}
     if all(action.op != "W" for action in schedule[0]):
         duration["B"] += t_w
-    arrival = defaultdict(float)  # {action: when what it needs is there}
+    arrival = defaultdict(float)  # {action: when what it needs is there; ("got", action): when it begins}
     before = None
     while arrival != before:  # until nothing changes any more
         before = arrival.copy()
         longest = 0
         for rank, actions in enumerate(schedule):
-            began = now = arrival[actions[0]]
+            began, sends = arrival[actions[0]], []
+            now = began
             for op, stage, j in actions:
-                now = max(now, arrival[op, stage, j]) + duration[op]
+                arrival["got", op, stage, j] = max(now, arrival[op, stage, j])
+                now = arrival["got", op, stage, j] + duration[op]
                 if op in NEXT:
                     after = stage + NEXT[op]
                     arrival[op, after, j] = now if rank_of.get(after) == rank else now + t_comm
+                    sends += [("got", op, after, j)] * (rank_of.get(after, rank) != rank)
+                if len(sends) > open_sends:
+                    now = max(now, arrival[sends.pop(0)])
             longest = max(longest, now - began)
     return 1 - sum(duration[action.op] for action in schedule[0]) / longest
