@@ -1,418 +1,364 @@
-"""Fusion: attention and loss in tiles, so that their largest tensors never exist, and a fused optimizer.
+"""Fusion: attention and the loss tile by tile, so that all scores, and all logits, never exist at once.
 
 Idea
-    Attention makes s x s scores for each head, and the loss v logits for each token. With long contexts no
-    other activations are as large, and each of these numbers is needed for a moment only. So here a tile of
-    them is computed, used and dropped before the next one.
+    Attention makes a score for each pair of tokens, s x s in each head, and the loss makes v logits for each
+    token. With long contexts no other activations are as large. But a score is needed only for a moment. So
+    a tile of scores is computed, used, and dropped before the next one.
 
-    The difficulty is the softmax, which needs the maximum and the sum of a whole row. The online softmax
-    (arXiv 1805.02867) keeps the maximum and the sum of the tiles so far. When a tile has a larger maximum, it
-    corrects the sum. Flash attention (arXiv 2205.14135) corrects its output, too, and computes the scores
-    again in backward. The fused loss takes a chunk of tokens at a time: it computes their logits and, from
-    these at once, the gradients of its input and of the head.
+    Flash attention (arXiv 2205.14135; backward as in 2307.08691, section 3.1): a softmax divides by a sum
+    over its whole row, and a tile has only a part of the row. So each row of queries keeps, of its tiles so
+    far, the largest score, the sum of exp(score - largest), and the sum of the values, each times its exp.
+    When a tile has a larger score, both sums are corrected. (Online softmax, arXiv 1805.02867) At the end of
+    the row, the second sum divided by the first is the output. Backward computes the tiles again, from q, k
+    and one number for each row: the logarithm of the sum of exp(score).
 
-    All this is made of torch's operators, which read and write memory: less is held, but not less moved. A
-    kernel for a GPU also keeps a tile in the chip's own memory, which is faster. The fused optimizer is such
-    a kernel, torch's own: it reads and writes each number once.
+    Fused loss: a chunk of tokens gets its logits, its loss and, at once, its backward, which ends at the last
+    block's output. When all chunks are done, backward goes on from there.
 
-Timeline (nothing overlaps)
-    | forward and loss | backward | all-reduce | clip, step |
+Timeline (the order of attention's tiles; those with later keys only are skipped; then a microbatch)
+                | keys 1 | keys 2 | keys 3 |
+      queries 1 | 1      |        |        |
+      queries 2 | 2      | 3      |        |
+      queries 3 | 4      | 5      | 6      |
 
-Memory (bytes on each of N ranks; w of a weight: 4 in fp32, 2 in bf16; m = 4; in fp64 both are 8)
-    activations   Lbs(16wh+(4+a)m) + bs(wh+2m) + w(bsh+hv)    of blocks, the last norm, the loss
-    There are L layers, a heads, h width, s context, v vocabulary, and b sequences in a microbatch.
-    Of each token, backward needs 16h numbers of a block: inputs and outputs of norms 4, q, k, v 3, attention
-    1, up 4, GELU 4; also 4 statistics of norms, and a log-sum-exp of each head. The last norm has its input
-    and 2 statistics. In place of logits the loss holds two gradients: its input's and the head's.
-    While the loss is computed, it also has a chunk of logits, in w + m bytes, and the head's gradient in m.
-    --plain attention adds (2m+w+1)Labs^2: scores and their exp() in m, weights in w, a mask.
-    parameters    (w+c)P    P parameters; c = 4 in bf16, for fp32 masters, else 0
-    gradients     2mP       each parameter's, and all in one flat tensor
-    optimizer     KP        K = 8 for AdamW's two moments (fp64: 16), 0 for SGD
+    | forward of the blocks | logits, loss, backward of chunk 1 | of chunk 2 | ... | backward of the blocks |
 
-Sent (bytes, by each of N ranks in each step)
-    all-reduce    2mP(N-1)/N    in a ring
+Memory (bytes on each of N ranks; P parameters, L blocks, a heads, h width, v vocabulary, b sequences of s)
+    parameters     wP        w = 4 in fp32, 2 in bf16
+    parameters     +4P       with --dtype bf16: master weights
+    gradients      4P        fp32 in the update
+    optimizer      8P        AdamW's two moments
+    activations    bs(L(16wh+4(4+a))+2wh+(wh+4(2+v))/C)    C = --chunks
+    activations    bs(L(16wh+16+was)+2wh+4(2+v))           with --naive
+    Activations are what is saved when a backward begins: here a chunk's. checkpointing.py explains 16wh + 16.
+    In place of s scores in each head (was) a token keeps one number (4a). The logits (4v), and what the last
+    norm saves, are a chunk's, 1/C; 2wh is the last block's output and its gradient. While attention computes,
+    a few tiles come on top.
+
+Sent (bytes, by each rank in each step)
+    all-reduce     2wP(N-1)/N
 
 Run
-    torchrun --nproc_per_node=2 more/fusion.py
-    torchrun --nproc_per_node=8 more/fusion.py --size gpt2 --dtype bf16 --batch 64
-    torchrun --nproc_per_node=2 more/fusion.py --plain attention loss    (these are then not fused)
+    python more/fusion.py --context 512 --batch 2 --tile 128
+    python more/fusion.py --context 512 --batch 2 --naive
+    torchrun --nproc_per_node=8 more/fusion.py --size gpt2 --dtype bf16 --batch 64 --tile 256
 
 Left out
-    Kernels in CUDA or triton, dropout, other masks than the causal one.
-    Errors: q, k and v of several shapes, as with fewer key heads; gradients of gradients; targets to ignore,
-    such as -100, which torch's gather() refuses (on a GPU this ends the process).
-    The loss is a mean over all tokens, padding too.
-    Under no_grad() the loss computes its gradients, too; under autocast backward has other dtypes.
+    A kernel for GPUs, which keeps a tile in the chip's own memory: here each operator reads and writes it, so
+    less is held, but not less moved. torch has kernels: F.scaled_dot_product_attention (single.py's), and
+    F.linear_cross_entropy. Other masks than the causal one, dropout, fewer heads of keys than of queries.
 """
 
 import argparse
-import math
 import os
 import sys
 import time
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before set_up(), or it would keep the process group alive
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.func import functional_call
 
-TILE = 128  # queries, keys, or numbers of a row
-CHUNK = 1024  # tokens whose logits are held at once
+FLAGS = {"naive": False, "tile": 32, "chunks": 8}
 
 
-def plain_attention(q, k, v):
-    """Causal attention of q, k, v (b, a, s, h/a), with all scores at once."""
-    weights = three_pass_softmax(scores(q, k))  # (b, a, s, s)
-    return weights.to(v) @ v
+def scores_of(q, k, is_diagonal=True):  # of each query and key; -inf where the key is later than the query
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if not is_diagonal:  # all keys are earlier
+        return scores
+    later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, -torch.inf)
 
 
-def scores(q, k, diagonal=True):
-    """Scaled scores of queries and keys. On the diagonal (the same tokens) -inf where the key is later."""
-    tile = q @ k.mT
-    tile = tile.to(wide(q))
-    tile *= q.shape[-1] ** -0.5
-    if not diagonal:
-        return tile
-    later = torch.ones_like(tile, dtype=torch.bool).triu(1)
-    return tile.masked_fill(later, -math.inf)
+def naive_attention(q, k, v):  # (b, heads, s, h / heads) each
+    return scores_of(q, k).softmax(-1) @ v
 
 
-def three_pass_softmax(x):
-    """Softmax over the last dim: a pass over x for the maximum, one for the sum, one for the results."""
-    largest = x.amax(-1, keepdim=True)
-    weights = (x - largest).exp()
-    return weights / weights.sum(-1, keepdim=True)
+def naive_backward(model, inputs, targets, divisor):
+    loss = mean_loss(model(inputs), targets) / divisor
+    loss.backward()
+    return loss.detach()
 
 
-# All scores are too many to hold. A tile of a row has neither the row's maximum nor its sum: add_tile() does
-# without.
-
-
-def two_pass_softmax(x):
-    """The same, in which one pass finds the maximum and the sum (arXiv 1805.02867, algorithm 3).
-
-    It is not used below. (A row becomes NaN if its first tile is all -inf; causal rows have none.)"""
-    largest = torch.full_like(x[..., :1], -math.inf)
-    total = 0
-    for tile in x.split(TILE, -1):
-        largest, total, _, _ = add_tile(largest, total, tile)
-    return (x - largest).exp() / total
-
-
-def add_tile(largest, total, tile):
-    """Add a tile to the maxima and the sums of exp(x - maximum) of its rows.
-
-    Returns the new maxima and sums, the factor that corrects older sums, and the tile's exp(x - maximum)."""
-    larger = torch.maximum(largest, tile.amax(-1, keepdim=True))
-    # An older exp(x - largest), times this, is exp(x - larger).
-    correction = (largest - larger).exp()
-    exps = (tile - larger).exp()
-    total = total * correction + exps.sum(-1, keepdim=True)
-    return larger, total, correction, exps
+# Autograd keeps all scores of all blocks until backward reaches them, and all logits. At a context of 1024
+# each block of gpt2 keeps 12 x 1024 scores for a token, as many as all its other numbers, 16 x 768. At twice
+# the context a token has twice the scores.
 
 
 class FlashAttention(torch.autograd.Function):
-    """As plain_attention(). Backward computes the scores again (FlashAttention-2, arXiv 2307.08691, 3.1)."""
+    """naive_attention() in tiles of so many queries (x_i belongs to tile i of these) and keys (x_j)."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
-        if not q.shape == k.shape == v.shape or q.dim() != 4:
-            raise ValueError("q, k and v must have one shape, (batch, heads, tokens, head's width)")
-        out = torch.empty_like(q)
-        lse = torch.empty_like(q[..., :1], dtype=wide(q))  # log-sum-exp of each row's scores
-        for i, (q_i, out_i, lse_i) in enumerate(tiles(q, out, lse)):
-            largest = torch.full_like(lse_i, -math.inf)
-            total = 0
-            weighted = 0
-            for j, (k_j, v_j) in enumerate(tiles(k, v)[: i + 1]):  # later keys are masked
-                tile = scores(q_i, k_j, i == j)
-                largest, total, correction, exps = add_tile(largest, total, tile)
-                weighted = weighted * correction + exps.to(v) @ v_j
-            out_i.copy_(weighted / total)
-            lse_i.copy_(largest + total.log())
+    def forward(ctx, q, k, v, tile):
+        out = torch.empty_like(q)  # with q's strides: what attention() makes of it is then no copy
+        lse = torch.empty_like(q[..., :1], dtype=wide(q.dtype))  # of each row: log(sum(exp(scores)))
+        rows, columns = tiles(tile, q, out, lse), tiles(tile, k, v)
+        for i, (q_i, out_i, lse_i) in enumerate(rows):
+            largest = torch.full_like(lse_i, -torch.inf)
+            exp_sum = weighted = 0
+            for j, (k_j, v_j) in enumerate(columns[: i + 1]):  # later keys are masked
+                scores = scores_of(q_i, k_j, i == j)
+                larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
+                exps = (scores - larger).exp()
+                correction = (largest - larger).exp()  # exp(score - largest) becomes exp(score - larger)
+                exp_sum = exp_sum * correction + exps.sum(-1, keepdim=True)
+                weighted = weighted * correction + exps.to(v.dtype) @ v_j
+                largest = larger
+            out_i.copy_(weighted / exp_sum)
+            lse_i.copy_(largest + exp_sum.log())
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.tile = tile
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        assert not torch.is_grad_enabled(), "create_graph=True: attention has no gradients of gradients"
         q, k, v, out, lse = ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=wide(q))
-        dk = torch.zeros_like(dq)
-        dv = torch.zeros_like(dq)
-        # out = weights @ v, so the gradients are:
-        #     of the weights: g = grad @ v.mT
-        #     of the scores: weights * (g - delta), by softmax's backward
-        # delta = (weights * g).sum(-1) is also (grad * out).sum(-1), in the paper D.
-        delta = (grad.to(dq) * out).sum(-1, keepdim=True)
-        for i, (q_i, lse_i, grad_i, delta_i, dq_i) in enumerate(tiles(q, lse, grad, delta, dq)):
-            for j, (k_j, v_j, dk_j, dv_j) in enumerate(tiles(k, v, dk, dv)[: i + 1]):
-                tile = scores(q_i, k_j, i == j)
-                weights = (tile - lse_i).exp()  # normalized, as exp(lse) is exp(largest) * total
-                dv_j += weights.to(q).mT @ grad_i
-                grad_scores = weights * (grad_i @ v_j.mT - delta_i)
-                grad_scores *= q.shape[-1] ** -0.5
-                grad_scores = grad_scores.to(q)
-                dq_i += grad_scores @ k_j
-                dk_j += grad_scores.mT @ q_i
-        return tuple(x.to(q) for x in (dq, dk, dv))
+        grad_q, grad_k, grad_v = (torch.zeros_like(q, dtype=lse.dtype) for _ in range(3))
+        # out = weights @ v, where weights are the softmax of the scores. So the weights' gradient is
+        # g = grad @ v.mT, and the scores' is weights * (g - delta), delta being a row's sum of weights * g.
+        # That is also the row's sum of grad * out, which needs no tile.
+        delta = (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
+        rows, columns = tiles(ctx.tile, q, lse, grad, delta, grad_q), tiles(ctx.tile, k, v, grad_k, grad_v)
+        for i, (q_i, lse_i, grad_i, delta_i, grad_q_i) in enumerate(rows):
+            for j, (k_j, v_j, grad_k_j, grad_v_j) in enumerate(columns[: i + 1]):
+                weights = (scores_of(q_i, k_j, i == j) - lse_i).exp()  # final: lse is of the whole row
+                grad_v_j += weights.to(q.dtype).mT @ grad_i
+                grad_scores = weights * (grad_i @ v_j.mT - delta_i) * q.shape[-1] ** -0.5
+                grad_scores = grad_scores.to(q.dtype)
+                grad_q_i += grad_scores @ k_j
+                grad_k_j += grad_scores.mT @ q_i
+        return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
 
 
-flash_attention = FlashAttention.apply
+def tiles(size, *tensors):  # [(the first tile of each tensor), (the second of each), ...], along the tokens
+    return list(zip(*(tensor.split(size, 2) for tensor in tensors)))
 
 
-def tiles(*tensors):
-    """[(first tile of each), (second tile of each), ...], along dim 2, the tokens."""
-    splits = [x.split(TILE, 2) for x in tensors]
-    return list(zip(*splits))
-
-
-def wide(x):
-    """Its dtype, but fp32 at least, in which softmax and sums are exact enough."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of x (bs, h), weight (v, h) and targets (bs,), which plainly would be
-
-        logits = x @ weight.T  # (bs, v)
-        loss = F.cross_entropy(logits, targets)
-
-    Here forward also computes the gradients, and so needs the logits of a chunk of tokens only once."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets):
-        grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros_like(weight, dtype=wide(x))
-        loss = 0
-        targets = targets.unsqueeze(1)
-        chunks = zip(x.split(CHUNK), grad_x.split(CHUNK), targets.split(CHUNK))
-        for x_i, grad_i, targets_i in chunks:
-            logits = x_i @ weight.T
-            logits = logits.to(wide(x))
-            logits -= logits.amax(-1, keepdim=True)
-            of_target = logits.gather(1, targets_i)
-            logits.exp_()
-            total = logits.sum(-1, keepdim=True)
-            loss += (total.log() - of_target).sum()
-            logits /= total  # now probabilities
-            logits.scatter_add_(1, targets_i, -torch.ones_like(of_target))  # 1 less for the target
-            logits /= len(x)  # now gradients
-            logits = logits.to(x)
-            grad_i.copy_(logits @ weight)
-            grad_weight += logits.T @ x_i
-            del logits  # before the next chunk's
-        grad_weight = grad_weight.to(x)
-        ctx.save_for_backward(grad_x, grad_weight)
-        return loss / len(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        assert not torch.is_grad_enabled(), "create_graph=True: the loss has no gradients of gradients"
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad, grad_weight * grad, None
-
-
-linear_cross_entropy = LinearCrossEntropy.apply
-
-
-def loss_of(model, plain, inputs, targets):
-    """mean_loss(model(inputs), targets), whose parts are fused unless they are in `plain`."""
-    attention = flash_attention
-    if "attention" in plain:
-        attention = plain_attention
-    x = model.tokens(inputs)
-    x = x + model.positions.weight[: x.shape[1]]
+def chunked_backward(model, inputs, targets, divisor, n_chunks):
+    """naive_backward(), but the head, the loss and their backward run for a chunk of tokens at a time."""
+    x = model.embed(inputs)
     for block in model.blocks:
-        qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1))  # (b, s, 3, a, h/a)
-        attended = attention(*qkv.permute(2, 0, 3, 1, 4))
-        x = x + block.proj(attended.transpose(1, 2).flatten(2))
-        x = x + block.down(F.gelu(block.up(block.norm2(x))))
-    x = model.norm(x)
-    if "loss" in plain:
-        return mean_loss(F.linear(x, model.tokens.weight), targets)
-    return linear_cross_entropy(x.flatten(0, 1), model.tokens.weight, targets.flatten())
+        x = block(x)
+    x = x.flatten(0, 1)  # (tokens, h)
+    grad_x = torch.empty_like(x)
+    total_loss = 0
+    for x_i, grad_i, targets_i in zip(*(each.chunk(n_chunks) for each in (x, grad_x, targets.flatten()))):
+        x_i = x_i.detach().requires_grad_()  # a leaf: the chunk's backward ends here
+        loss_sum = F.cross_entropy(model.head(x_i).to(wide(x.dtype)), targets_i, reduction="sum")
+        loss = loss_sum / (len(x) * divisor)
+        loss.backward()  # frees what the chunk has saved
+        grad_i.copy_(x_i.grad)
+        total_loss += loss.detach()
+    x.backward(grad_x)
+    return total_loss
 
 
 def train(config):
-    device, text = set_up(config, f" | plain: {' '.join(config.plain) or 'nothing'}")
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    dtype = DTYPES[config.dtype]
-    model = GPT(config).to(device, torch.promote_types(dtype, torch.float32))
-    model.forward = partial(loss_of, model, config.plain)
-    kernels = {"foreach": False} if "optimizer" in config.plain else {"fused": True}
-    optimizer = OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, **kernels)
+    device = join_world()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if config.tile < 1 or config.chunks < 1:
+        sys.exit(f"--tile {config.tile}, --chunks {config.chunks}: must be at least 1")
+    model = GPT(config, TiledBlock).to(device)  # see the end of this file
+    params = list(model.parameters())
+    optimizer = MasterWeights(params, config.lr)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, rank, world_size)
-        # In bf16 the parameters are fp32 masters. functional_call() is model(*batch), but with these casts,
-        # new in each step. All backwards go through them to the masters: casts save nothing, so they may.
-        weights = {name: param.to(dtype) for name, param in model.named_parameters()}
-        loss = 0
-        for batch in batches:
-            # Gradients add up over microbatches and ranks: divide to get the batch's mean.
-            microloss = functional_call(model, weights, batch) / config.accum / world_size
-            microloss.backward()
-            loss += microloss.detach()
-        grads = [param.grad for param in model.parameters()]
-        flat_grad = nn.utils.parameters_to_vector(grads)
-        dist.all_reduce(flat_grad)  # all at once, when backward has ended; ddp.py does better
-        nn.utils.vector_to_parameters(flat_grad, grads)
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        model.zero_grad()
-        dist.all_reduce(loss)
-        print_step(config, step, loss, grad_norm, started)
+        total_loss = 0
+        for inputs, targets in microbatches(config, step, device, rank, world_size):
+            # The batch's loss is the mean of all ranks' microbatches: each loss is divided by their number.
+            divisor = config.accum * world_size
+            if config.naive:
+                total_loss += naive_backward(model, inputs, targets, divisor)
+            else:
+                total_loss += chunked_backward(model, inputs, targets, divisor, config.chunks)
+        for param in params:
+            dist.all_reduce(param.grad)
+        norm = squared_norm([param.grad for param in params]).sqrt()
+        nn.utils.clip_grads_with_norm_(params, config.clip, norm)
+        optimizer.step()  # which sets the gradients to None, too
+        dist.all_reduce(total_loss)
+        print_step(config, step, total_loss, norm, started)
     if config.save and rank == 0:
-        save_weights(model.to(dtype).state_dict(), config.save)
+        torch.save(model.state_dict(), config.save)
 
 
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--plain", nargs="+", default=[], choices=("attention", "loss", "optimizer"))
-    return read_flags(arguments, own)
+class MasterWeights:
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
+
+    def __init__(self, params, lr):
+        self.params = list(params)
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
+        self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
+
+    @torch.no_grad()
+    def step(self):
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.to(master.dtype)
+            param.grad = None
+        self.adamw.step()
+        self.adamw.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
 
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
-         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+SIZES = {
+    "toy": (8, 8, 64, 64, 256),
+    "small": (6, 8, 256, 128, 256),
+    "gpt2": (12, 12, 768, 1024, 50304),
+    "gpt2-xl": (48, 25, 1600, 1024, 50304),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
-            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
-HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
-def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
-    parser.error = refuse
-    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
-        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
-    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+def read_flags(own, arguments=None):
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", default="toy", choices=SIZES)
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
+    parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--save", default="", help="a file for the trained weights")
+    for name, default in own.items():
+        if isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default[0], choices=default)
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
-    for name, value in vars(config).items():
-        least, most = limits.get(name, (1, 1_048_576))
-        if type(value) in (int, float) and not least <= value <= most:
-            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    if config.width % config.heads:
+        parser.error(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
+    if not os.path.isdir(os.path.dirname(config.save) or "."):
+        parser.error(f"--save {config.save}: no such folder")
     return config
 
 
-def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":  # or it is not set
-        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
-    else:
-        time.sleep(5)
-    raise SystemExit(2)
+def join_world():
+    """Meet the other ranks: over NCCL if there are GPUs, else over gloo. Returns this rank's device."""
+    if "RANK" not in os.environ:  # not started by torchrun: the only rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
-def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
-    if config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
-    if config.width % config.heads:
-        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = torch.cuda.device_count() * (config.device != "cpu")
-    if config.device == "cuda" and not gpus:
-        refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:  # a file is missing, or a variable of the environment
-        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
-        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
-        text = bytearray().join(map(Path.read_bytes, files))
-        open(config.save or "/dev/null", "ab").close()
-        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-        torch.cuda.set_device(device if gpus else -1)  # -1: none
-        if not dist.is_initialized():
-            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
-            dist.init_process_group("nccl" if gpus else "gloo", *alone)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
-    if not dist.get_rank():
-        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
-        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
-    torch.manual_seed(config.seed)
-    return device, torch.frombuffer(text, dtype=torch.uint8)
-
-
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
-    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
-    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+def microbatches(config, step, device, rank=0, replicas=1):
+    """A rank's --accum pairs (inputs, targets), each (b, s). The batch is the same on any number of ranks."""
+    b, rest = divmod(config.batch, replicas * config.accum)
+    if rest:
+        sys.exit(f"--batch {config.batch}: must be a multiple of its microbatches, {replicas * config.accum}")
+    text = np.memmap(config.data, np.uint8, "r")
+    random = np.random.default_rng((config.seed, step))
+    starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]
+    tokens = torch.from_numpy(text[starts + np.arange(config.context + 1)]).to(device).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
-    def __init__(self, heads, width):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config, block=Block):
+        super().__init__()
+        torch.manual_seed(config.seed)  # so that all ranks start from the same weights
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for param in self.parameters():
             if param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+        self.to(DTYPES[config.dtype])
 
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens):  # (b, s) -> logits (b, s, v)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens):  # (b, s) -> (b, s, h)
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+def wide(dtype):  # fp32 for bf16, else the same
+    return torch.promote_types(dtype, torch.float32)
 
 
-def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
-    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
-    ms = 1e3 * (time.perf_counter() - started)
-    if not dist.get_rank():
-        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+def mean_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def save_weights(state_dict, path):  # at the end, on rank 0
-    try:
-        torch.save(state_dict, path)
-    except (OSError, RuntimeError):
-        refuse(f"--save {path}: cannot be written; is the disk full?")
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
+    return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
+
+
+def print_step(config, step, loss, norm, started):
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
+    if dist.get_rank() == 0:
+        ms = 1e3 * (time.perf_counter() - started)
+        print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")
 
 
 # ==== end of the toy model ====
 
 
+class TiledBlock(Block):
+    def __init__(self, config):
+        super().__init__(config)
+        self.naive, self.tile = config.naive, config.tile
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = naive_attention(q, k, v) if self.naive else FlashAttention.apply(q, k, v, self.tile)
+        return attended.transpose(1, 2).flatten(2)
+
+
 if __name__ == "__main__":
-    train(parse())
+    train(read_flags(FLAGS))
     dist.destroy_process_group()
