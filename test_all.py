@@ -173,9 +173,7 @@ HEADINGS = ["Idea", "Timeline", "Memory", "Sent", "Run", "Left out"]
 
 @every_lesson
 def test_the_toy_block_is_single_pys_to_the_letter(name):
-    source = path_of(name).read_text()
-    model = "single" if "FLAGS = {" in source else "parallel_3d"  # which has the fourth edition's form
-    own, models = (TOY.findall(path_of(each).read_text()) for each in (name, model))
+    own, models = (TOY.findall(path_of(each).read_text()) for each in (name, "single"))
     assert own == models and len(own) == 1
 
 

@@ -60,7 +60,7 @@ class MasterWeights:
 def plain(wrap, lesson, config, device):
     """The model as wrap() returns it, and an optimizer of all weights; in bf16 with fp32 masters."""
     model = new_model(lesson, config, device)
-    optimizer = lesson.OPTIMIZERS[config.optim]
+    optimizer = torch.optim.AdamW
     if config.dtype == "bf16":
         optimizer = MasterWeights(optimizer, model.parameters(), lr=config.lr, fused=True)
     else:

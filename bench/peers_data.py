@@ -34,9 +34,8 @@ def ddp(tuned, lesson, config, device):
 
 def ddp_with_zero(tuned, lesson, config, device):
     peer = ddp(tuned, lesson, config, device)
-    optimizer_class = lesson.OPTIMIZERS[config.optim]
     params = peer.model.parameters()
-    peer.optimizer = ZeroRedundancyOptimizer(params, optimizer_class, lr=config.lr, fused=True)
+    peer.optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=config.lr, fused=True)
     return peer
 
 
@@ -46,7 +45,7 @@ def ddp_with_muon(lesson, config, device):
     matrices = {param for param in peer.model.blocks.parameters() if param.dim() == 2}
     rest = [param for param in peer.model.parameters() if param not in matrices]
     muon = torch.optim.Muon(list(matrices), lr=config.lr, adjust_lr_fn="match_rms_adamw")
-    peer.optimizer = lesson.OPTIMIZERS[config.optim](rest, lr=config.lr, fused=True)
+    peer.optimizer = torch.optim.AdamW(rest, lr=config.lr, fused=True)
     peer.optimizer.register_step_post_hook(lambda *_: muon.step())
     return peer
 
@@ -68,7 +67,7 @@ def fsdp2(prefetch, lesson, config, device, **policy):
         for block, after in itertools.pairwise(model.blocks):
             block.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([block])
-    optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, fused=True)
     return Peer(lesson, config, model, model, optimizer)
 
 
@@ -111,7 +110,7 @@ class DeepSpeed(Peer):
         if overlap:
             elements = sum(p.numel() for p in model.parameters()) // 10 * 2  # which must be even
             zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
-        optimizer = lesson.OPTIMIZERS[config.optim](model.parameters(), lr=config.lr, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, fused=True)
         with mock.patch.object(nn.functional, "linear", nn.functional.linear):  # which it replaces for all
             engine, *_ = deepspeed.initialize(
                 model=model,

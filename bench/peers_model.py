@@ -6,9 +6,8 @@ PEERS: {lesson: {title: build}}, where build(lesson, config, device) returns a P
 import itertools
 import math
 from functools import partial
-from unittest import mock
+from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from peer import AllReduced, Peer, clip_and_step, new_model, squared_norm
@@ -27,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+aten = torch.ops.aten  # has the kernels of scaled_dot_product_attention, which hides their log-sum-exp
+
 
 class DTensors(Peer):
     """torch's tensor parallelism, with a loss on split logits; sequence: with norms and sums by tokens."""
@@ -42,8 +43,7 @@ class DTensors(Peer):
         by_kind = {}
         for param in model.parameters():
             by_kind.setdefault(type(param), []).append(param)
-        optimizer_class = lesson.OPTIMIZERS[config.optim]
-        self.optimizers = [optimizer_class(p, lr=config.lr, fused=True) for p in by_kind.values()]
+        self.optimizers = [torch.optim.AdamW(p, lr=config.lr, fused=True) for p in by_kind.values()]
         self.by_kind = by_kind.values()
         super().__init__(lesson, config, model, self.loss, None)
 
@@ -95,50 +95,97 @@ class DTensors(Peer):
         return {name: self.by_rank(x, size, 3) if ".qkv." in name else x for name, x in tensors.items()}
 
 
+def attend(q, k, v, is_causal):
+    """(output, log-sum-exp of each query's scores) by torch's kernel for this device. 0.0: no dropout."""
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)
+    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32
+
+
+def attend_backward(grad_out, query, key, value, out, logsumexp, is_causal):
+    qkv = query, key, value
+    if not query.is_cuda:
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad_out, *qkv, out, logsumexp, 0.0, is_causal)
+    lse = nn.functional.pad(logsumexp, (0, -query.shape[2] % 32), value=math.inf)  # as the kernel pads it
+    needed = True, True, True, False  # gradients: that of the mask is not
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    return backward(grad_out, *qkv, None, out, lse, None, None, 0.0, needed, is_causal)[:3]
+
+
+class Mesh2D(Peer):
+    """parallelize_module in rows and fully_shard in columns of a DeviceMesh; what the lesson does not split,
+    torch does not, either."""
+
+    def __init__(self, lesson, config, device):
+        model = new_model(lesson, config, device, "fp32" if config.dtype == "bf16" else None)
+        self.tp = config.tp or math.gcd(2, dist.get_world_size())
+        mesh = init_device_mesh(device.type, (dist.get_world_size() // self.tp, self.tp), mesh_dim_names="dt")
+        plan = {"qkv": ColwiseParallel(), "up": ColwiseParallel()}
+        plan |= {"proj": RowwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks:
+            block.heads //= self.tp
+            for param in block.qkv.parameters():
+                param.data = DTensors.by_rank(param.data, 3, self.tp)
+            parallelize_module(block, mesh["t"], plan)
+            fully_shard(block, mesh=mesh["d"], **half_policy(config))
+        fully_shard(model, mesh=mesh["d"], **half_policy(config))
+        for block, after in itertools.pairwise(model.blocks):
+            block.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([block])
+        by_mesh = {}
+        for param in model.parameters():
+            by_mesh.setdefault(param.device_mesh.ndim, []).append(param)
+        self.by_mesh = by_mesh.values()
+        make = partial(torch.optim.AdamW, lr=config.lr, fused=True)
+        self.optimizers = list(map(make, self.by_mesh))
+        super().__init__(lesson, config, model, model, None)
+
+    def step(self, batches):
+        for inputs, targets in batches:
+            (self.lesson.mean_loss(self.model(inputs), targets) / len(batches)).backward()
+        clip_and_step(self.optimizers, sum(map(squared_norm, self.by_mesh)).sqrt(), self.config.clip)
+
+    def weights(self):
+        tensors = super().weights().items()
+        return {name: DTensors.by_rank(x, self.tp, 3) if ".qkv." in name else x for name, x in tensors}
+
+
 class TorchRing(torch.autograd.Function):
-    """Ring attention by torch's own loops, with load balancing, around the lesson's kernels."""
+    """Ring attention by torch's own loops and kernels, with load balancing."""
 
     @staticmethod
-    def forward(ctx, lesson, q, k, v):
-        def attend(q, k, v, is_causal):
-            out, lse = lesson.attend(q, k, v, None, is_causal)
-            return out, lse.squeeze(-1)
-
+    def forward(ctx, q, k, v):
         ring = context._templated_ring_attention
         out, lse = ring(dist.group.WORLD, 2, attend, q, k, v, is_causal=True)
-        ctx.lesson = lesson
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        def attend_backward(grad_out, query, key, value, out, logsumexp, is_causal):
-            lse = logsumexp.unsqueeze(-1)
-            return ctx.lesson.attend_backward(grad_out, out, lse, query, key, value, None, is_causal)
-
         ring = context._templated_ring_attention_backward
         saved = ctx.saved_tensors
-        return None, *ring(dist.group.WORLD, 2, attend_backward, grad, "grad_out", *saved, is_causal=True)
+        return ring(dist.group.WORLD, 2, attend_backward, grad, "grad_out", *saved, is_causal=True)
+
+    @classmethod
+    def attention(cls, heads, qkv):  # in place of a block's
+        q, k, v = (each.transpose(1, 2) for each in qkv.unflatten(-1, (3, heads, -1)).unbind(2))
+        return cls.apply(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Ring(AllReduced):
     """The lesson with torch's ring attention; method: how its keys and values travel."""
 
     def __init__(self, method, lesson, config, device):
-        super().__init__(lesson, config, device)
-        assert not config.documents, "the peers' rows are of one document: run without --documents"
+        zigzag = SimpleNamespace(**vars(config) | {"kind": "zigzag"})  # torch's has its order of tokens
+        super().__init__(SimpleNamespace(**vars(lesson) | {"GPT": lesson.ContextGPT}), zigzag, device)
+        for block in self.model.blocks:
+            block.attention = partial(TorchRing.attention, block.heads)
         self.method = method
-        self.own = lesson.Layout(torch.zeros(1, config.context, dtype=torch.bool), zigzag=True).shard
-
-    def attention(self, q, k, v, is_causal):
-        return TorchRing.apply(self.lesson, q, k, v)
 
     def loss(self, inputs, targets):
-        weights = dict(self.model.named_parameters())
-        weights["positions.weight"] = self.own(weights["positions.weight"], 0)
-        with mock.patch.object(nn.functional, "scaled_dot_product_attention", self.attention):
-            logits = torch.func.functional_call(self.model, weights, self.own(inputs, 1))
-        return self.lesson.mean_loss(logits, self.own(targets, 1))
+        return self.lesson.mean_loss(self.model(inputs), targets[:, self.model.own])
 
     def step(self, batches):
         context.set_rotate_method(self.method)  # of all rings in this process
@@ -147,30 +194,29 @@ class Ring(AllReduced):
 
 
 class ShardedExperts(Peer):
-    """FSDP2 around the lesson's mixtures and all-to-alls: experts are sharded over the ranks that have the
-    same ones, all else over all ranks. Each rank computes its part of the rows."""
+    """FSDP2 around the lesson's blocks and all-to-alls: experts are sharded over the ranks that have the same
+    ones, all else over all ranks."""
 
     def __init__(self, lesson, config, device):
         ranks = dist.get_world_size()
         ep = config.ep or math.gcd(ranks, config.experts, 2)  # the lesson's default
-        model = new_model(lesson, config, "cpu", "fp32" if config.dtype == "bf16" else None)
         mesh = init_device_mesh(device.type, (ranks // ep, ep), mesh_dim_names=("same", "ep"))
-        self.ep_group = mesh["ep"].get_group()
-        self.mixtures = lesson.replace_mlps(model, config, self.ep_group)
-        for param in model.to(device).parameters():
-            param.data = param.data.to(model.tokens.weight.dtype)  # of mixtures, too
-        super().__init__(lesson, config, model, model, None)
         everyone = init_device_mesh(device.type, (ranks,))
+        self.ep_group = mesh["ep"].get_group()
+        model = lesson.GPT(config, lesson.MoEBlock)
+        for block in model.blocks:
+            block.moe.keep_own_experts(self.ep_group)
+        model.to(device, lesson.DTYPES["fp32" if config.dtype == "bf16" else config.dtype])
+        super().__init__(lesson, config, model, model, None)
         units = []
         for block in model.blocks:
-            units.append([block, *([block.moe.experts] if hasattr(block, "moe") else [])])
-            for experts in units[-1][1:]:
-                fully_shard(experts, mesh=mesh["same"], **half_policy(config))
-                # These ranks' sum is one over the tokens of all. By sums, as torch would else ask gloo for
-                # PREMUL_SUM; but over a group of one rank torch 2.13 divides sums twice, and fp64 always.
-                experts.set_gradient_divide_factor(ranks)
-                experts.set_force_sum_reduction_for_comms(ranks > ep)
-            fully_shard(block, mesh=everyone, **half_policy(config))
+            experts, *others = block.moe.experts.values()
+            fully_shard([experts, *others], mesh=mesh["same"], **half_policy(config))
+            # These ranks' sum is one over the tokens of all. By sums, as torch would else ask gloo for
+            # PREMUL_SUM; but over a group of one rank torch 2.13 divides sums twice, and fp64 always.
+            experts.set_gradient_divide_factor(ranks)
+            experts.set_force_sum_reduction_for_comms(ranks > ep)
+            units.append([fully_shard(block, mesh=everyone, **half_policy(config)), experts])
         fully_shard(model, mesh=everyone, **half_policy(config))
         for before, after in itertools.pairwise(units):
             before[0].set_modules_to_forward_prefetch(after)
@@ -178,16 +224,12 @@ class ShardedExperts(Peer):
         params = list(model.parameters())
         self.dense = [param for param in params if param.device_mesh == everyone]
         self.experts = [param for param in params if param.device_mesh != everyone]
-        optimizer = partial(lesson.OPTIMIZERS[config.optim], lr=config.lr, fused=True)
+        optimizer = partial(torch.optim.AdamW, lr=config.lr, fused=True)
         self.optimizers = [optimizer(self.dense), optimizer(self.experts)]
 
     def step(self, batches):
-        size, rank = dist.get_world_size(), dist.get_rank()
-        for batch in batches:
-            inputs, targets = (part.chunk(size)[rank] for part in batch)
-            loss = self.lesson.mean_loss(self.model(inputs), targets)
-            loss = loss + self.config.balance * sum(moe.balance_loss for moe in self.mixtures)
-            (loss / len(batches)).backward()
+        for inputs, targets in batches:
+            (self.lesson.mean_loss(self.model(inputs), targets) / len(batches)).backward()
         experts = squared_norm(self.experts)
         dist.all_reduce(experts, group=self.ep_group)
         clip_and_step(self.optimizers, (squared_norm(self.dense) + experts).sqrt(), self.config.clip)
@@ -199,6 +241,7 @@ class ShardedExperts(Peer):
 
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "zb-v": "ScheduleZBVZeroBubble"}
+SCHEDULES["interleaved"] = "ScheduleInterleaved1F1B"
 
 
 class ToLogits(nn.Module):
@@ -226,6 +269,7 @@ class Staged(Peer):
         super().__init__(
             lesson, config, stage.model, stage, lesson.MasterWeights(stage.parameters(), config.lr)
         )
+        self.is_first, self.is_last = stage.is_first, stage.is_last
         self.tied_group = dist.new_group(sorted({0, size - 1}))
         self.runner = getattr(pipelining, SCHEDULES[config.schedule])(
             pipelining.PipelineStage(ToLogits(stage), rank, size, device),
@@ -235,15 +279,13 @@ class Staged(Peer):
 
     def step(self, batches):
         inputs, targets = (torch.cat(part) for part in zip(*batches))
-        given = {"target": targets, "losses": []} if self.wrapped.is_last else {}
-        self.runner.step(*((inputs,) if self.wrapped.is_first else ()), **given)
+        given = {"target": targets, "losses": []} if self.is_last else {}
+        self.runner.step(*((inputs,) if self.is_first else ()), **given)
         params = dict(self.model.named_parameters())
         tied = params.get("tokens.weight")
         if tied is not None:
             dist.all_reduce(tied.grad, group=self.tied_group)
-        squares = squared_norm(
-            [each for each in params.values() if self.wrapped.is_first or each is not tied]
-        )
+        squares = squared_norm([each for each in params.values() if self.is_first or each is not tied])
         dist.all_reduce(squares)
         nn.utils.clip_grads_with_norm_(params.values(), self.config.clip, squares.sqrt())
         self.optimizer.step()
@@ -254,105 +296,95 @@ class Staged(Peer):
         return {name: x for state in states for name, x in state.items()}
 
 
-class Pipelined(Peer):
+class TwoStaged(Staged):
     """torch's schedule of the same name on the stages of pipeline_v.py; the rest is the lesson's."""
 
     def __init__(self, lesson, config, device):
-        model = new_model(lesson, config, device)
-        head = nn.Linear(config.width, config.vocab, bias=False, device="meta")
-        head.weight = model.tokens.weight
-        layers = [model.tokens, lesson.AddPositions(model.positions), *model.blocks, model.norm, head]
-        schedule = lesson.build_schedule(config.schedule, dist.get_world_size(), config.accum)
-        n_stages = 1 + max(action.stage for actions in schedule for action in actions)
-        ends = lesson.split_layers(layers, n_stages)
-        shape = config.batch // config.accum, config.context, config.width
-        message = torch.empty(shape, dtype=lesson.DTYPES[config.dtype], device="meta")
-        pipe = lesson.Pipeline(layers, ends, lesson.mean_loss, schedule, message)
-        pipe.loss = torch.zeros((), dtype=torch.float64, device=device)
-        stages = [
-            pipelining.PipelineStage(module, stage, n_stages, device)
-            for stage, module in zip(sorted({action.stage for action in pipe.actions}), pipe.stages)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        is_v = config.schedule != "interleaved"
+        numbers = rank, 2 * size - 1 - rank if is_v else size + rank
+        one = SimpleNamespace(**vars(config) | {"schedule": "gpipe"})  # torch itself parts W from B
+        stages = [lesson.Stage(one, number, 2 * size).to(device) for number in numbers]
+        self.is_first, self.is_last = stages[0].is_first, stages[1].is_last
+        if self.is_first and self.is_last:
+            stages[1].model.tokens = stages[0].model.tokens
+        model = lesson.GPT(config)
+        for name in ("tokens", "positions", "norm", *(f"blocks.{i}" for i in range(config.layers))):
+            parts = [stage.model.get_submodule(name) for stage in stages]
+            own = [part for part in parts if not isinstance(part, nn.Identity)]
+            model.set_submodule(name, own[0] if own else nn.Identity())
+        optimizer = lesson.MasterWeights(model.parameters(), config.lr)
+        Peer.__init__(self, lesson, config, model, model, optimizer)
+        self.tied_group = dist.new_group([0] if is_v else sorted({0, size - 1}))
+        modules = [
+            pipelining.PipelineStage(ToLogits(stage), number, 2 * size, device)
+            for stage, number in zip(stages, numbers)
         ]
-        for layer in pipe.modules():
-            vars(layer).pop("forward", None)  # the lesson's, whose backward leaves out the weights
-        self.lesson, self.config = lesson, config
-        make = getattr(pipelining, SCHEDULES[config.schedule])
-        self.has_loss = stages[-1].is_last
-        self.runner = make(stages, config.accum, loss_fn=self.share, scale_grads=False)
-        optimizer = lesson.OPTIMIZERS[config.optim](pipe.parameters(), lr=config.lr, fused=True)
-        super().__init__(lesson, config, model, pipe, optimizer)
+        # scale_grads would divide what two stages of a rank share twice.
+        self.runner = getattr(pipelining, SCHEDULES[config.schedule])(
+            modules, config.accum, loss_fn=self.share, scale_grads=False
+        )
 
     def share(self, output, target):
-        """Of the mean of all microbatches. (scale_grads divides what two stages of a rank share twice.)"""
+        """Of the mean of all microbatches."""
         return self.lesson.mean_loss(output, target) / self.config.accum
-
-    def step(self, batches):
-        inputs, targets = zip(*batches)
-        given = (torch.cat(inputs),) if dist.get_rank() == 0 else ()
-        self.runner.step(*given, **({"target": torch.cat(targets), "losses": []} if self.has_loss else {}))
-        self.wrapped.clip_grad_norm_(self.config.clip)
-        self.optimizer.step()
-        self.wrapped.zero_grad()
-
-    def weights(self):
-        self.wrapped.unsplit()
-        return super().weights()
 
 
 class Mesh3D(Peer):
-    """parallelize_module, fully_shard and Schedule1F1B on one DeviceMesh, on the lesson's stages."""
+    """parallelize_module, fully_shard and Schedule1F1B on one DeviceMesh, on stages as the lesson's."""
 
     def __init__(self, lesson, config, device):
-        self.lesson, self.config = lesson, config
-        size = dist.get_world_size()
-        tp = config.tp or math.gcd(2, size)
-        pp = config.pp or math.gcd(2, size // tp)
-        shape = pp, size // tp // pp, tp
-        self.own = lesson.Mesh(np.arange(size).reshape(shape))
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-        self.model = new_model(lesson, config, device)
-        self.stage = lesson.stage_of(self.model, self.own)
-        if self.own.is_last:
-            del self.stage[-1].forward  # the lesson's, of a split vocabulary
+        lesson.check(config, dist.get_world_size())
+        dp, pp, tp = config.dp, config.pp, config.tp
+        mesh = init_device_mesh(device.type, (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+        self.pipeline, place = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+        ends = torch.arange(dp * pp * tp).view(dp, pp, tp)[:, sorted({0, pp - 1})]
+        self.tied_group = lesson.new_group(ends, 1, "tie")
+        model = new_model(lesson, config, device)
+        stages_of = {"tokens": {0, pp - 1}, "positions": {0}, "norm": {pp - 1}}
+        stages_of |= {f"blocks.{i}": {i * pp // config.layers} for i in range(config.layers)}
+        for name, stages in stages_of.items():
+            if place not in stages:
+                model.set_submodule(name, nn.Identity())
+        stage = nn.Module()
+        stage.model, stage.is_first, stage.is_last = model, place == 0, place == pp - 1
+        module = ToLogits(stage)
+        super().__init__(lesson, config, model, stage, None)
         plan = {name: RowwiseParallel() for name in ("proj", "down")}
         plan |= {name: ColwiseParallel() for name in ("qkv", "up")}
-        for block in self.model.blocks:
-            block.heads //= tp
-            if block in list(self.stage):
+        for block in model.blocks:
+            if isinstance(block, lesson.Block):
+                block.heads //= tp
                 for param in block.qkv.parameters():
                     param.data = DTensors.by_rank(param.data, 3, tp)
                 parallelize_module(block, mesh["tp"], plan)
                 fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
-        fully_shard(self.stage, mesh=mesh["dp"], reshard_after_forward=False)
-        by_mesh = {}
-        for param in self.stage.parameters():
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+        named, by_mesh = dict(model.named_parameters()), {}
+        for param in named.values():
             by_mesh.setdefault(param.device_mesh.ndim, []).append(param)
-        optimizer_class = lesson.OPTIMIZERS[config.optim]
-        self.optimizers = [optimizer_class(p, lr=config.lr, fused=True) for p in by_mesh.values()]
-        self.tied = self.stage[0 if self.own.is_first else -1].weight
-        counted = [[p for p in each if self.own.is_first or p is not self.tied] for each in by_mesh.values()]
+        self.optimizers = [torch.optim.AdamW(p, lr=config.lr, fused=True) for p in by_mesh.values()]
+        self.tied = named.get("tokens.weight")
+        counted = [[p for p in each if stage.is_first or p is not self.tied] for each in by_mesh.values()]
         self.counted = list(filter(None, counted))  # in the norm
-        group = mesh["pp"].get_group()
-        stage = pipelining.PipelineStage(self.stage, self.own.pp_rank, pp, device, group=group)
-        self.runner = pipelining.Schedule1F1B(stage, config.accum, loss_fn=lesson.mean_loss)
+        runs = pipelining.PipelineStage(module, place, pp, device, group=self.pipeline)
+        self.runner = pipelining.Schedule1F1B(runs, config.accum, loss_fn=lesson.mean_loss)
 
     def step(self, batches):
-        own = self.own
         inputs, targets = (torch.cat(part) for part in zip(*batches))
-        given = {"target": targets, "losses": []} if own.is_last else {}
-        self.runner.step(*((inputs,) if own.is_first else ()), **given)
-        if own.tie_group:
-            dist.all_reduce(self.tied.grad.to_local(), group=own.tie_group)
+        given = {"target": targets, "losses": []} if self.wrapped.is_last else {}
+        self.runner.step(*((inputs,) if self.wrapped.is_first else ()), **given)
+        if self.tied is not None:
+            dist.all_reduce(self.tied.grad.to_local(), group=self.tied_group)
         squares = sum(map(squared_norm, self.counted))
-        dist.all_reduce(squares, group=own.output_group)
+        dist.all_reduce(squares, group=self.pipeline)
         clip_and_step(self.optimizers, squares.sqrt(), self.config.clip)
 
     def weights(self):
         tensors = {}
         for name, param in self.model.named_parameters():
-            if isinstance(param, DTensor):
-                tensor = param.full_tensor().detach()
-                tensors[name] = DTensors.by_rank(tensor, self.own.tp, 3) if ".qkv." in name else tensor
+            tensor = param.full_tensor().detach()
+            tensors[name] = DTensors.by_rank(tensor, self.config.tp, 3) if ".qkv." in name else tensor
         states = [None] * dist.get_world_size()
         dist.all_gather_object(states, tensors)
         return {name: tensor for state in states for name, tensor in state.items()}
@@ -373,6 +405,7 @@ def checkpointed(lesson, config, device):
 PEERS = {
     "tensor_parallel": {"torch parallelize_module": partial(DTensors, False)},
     "sequence_parallel": {"torch parallelize_module": partial(DTensors, True)},
+    "fsdp_tp": {"parallelize_module, fully_shard, explicit prefetch": Mesh2D},
     "context_parallel": {
         "torch's ring, allgather": partial(Ring, "allgather"),
         "torch's ring, alltoall": partial(Ring, "alltoall"),
@@ -382,6 +415,6 @@ PEERS = {
     "fusion": {"one all-reduce by the library": AllReduced},
     "pipeline": {"torch pipelining": Staged},
     "zero_bubble": {},
-    "pipeline_v": {"torch pipelining": Pipelined},
+    "pipeline_v": {"torch pipelining": TwoStaged},
     "parallel_3d": {"torch, all three composed": Mesh3D},
 }

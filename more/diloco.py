@@ -1,15 +1,15 @@
 """DiLoCo: each rank trains a replica alone for H steps; then the ranks average how far they have moved.
 
 Idea
-    In ddp.py ranks exchange gradients in each step, so they need fast links. Here they exchange something
-    once in H steps (--inner-steps), and may be far apart. All start from the same weights, the outer weights.
-    Each rank trains its replica on its own part of each batch, with an optimizer of its own. After H steps
-    the outer weights minus the rank's are its outer gradient: how far it has moved, with the sign that an
-    optimizer subtracts. An all-reduce averages these, and a second optimizer, SGD with Nesterov momentum,
-    updates the outer weights, the same on all ranks. (DiLoCo, arXiv 2311.08105, algorithm 1; with outer lr 1
-    and no momentum it averages the weights, as local SGD does, arXiv 1805.09767)
+    In ddp.py ranks exchange gradients in each step, so they need fast links. Here they talk only once every H
+    steps (--inner-steps), so they may be far apart. All start from the same weights, the outer weights. Each
+    rank trains its replica on its own part of each batch, with its own optimizer. After H steps the outer
+    weights minus the rank's are its outer gradient: minus its move, as an optimizer subtracts gradients. An
+    all-reduce averages these, and a second optimizer, SGD with Nesterov momentum, updates the outer weights,
+    the same on all ranks. (DiLoCo, arXiv 2311.08105, algorithm 1; with outer lr 1 and no momentum it averages
+    the weights, as local SGD does, arXiv 1805.09767)
 
-    Most lessons compute what single.py computes, in another way. This one does not: losses differ.
+    Other than in ddp.py, losses differ from single.py's (but not with --inner-steps 0).
 
 Timeline (H = 3)
     compute | step | step | step |            | outer update | step | step | step |            | ...
@@ -19,18 +19,18 @@ Memory (bytes on each of N ranks; P parameters)
     parameters    wP            w = 4 in fp32, 2 in bf16
     parameters    +4P           with --dtype bf16: master weights
     parameters    +4P           without --inner-steps 0: outer weights
-    gradients     4P            inner ones, or outer ones
+    gradients     4P            fp32 copies for AdamW; later the outer ones, in their place
     optimizer     12P           AdamW's two moments, and the outer momentum
     optimizer     8P            with --inner-steps 0
 
-Sent (bytes, by each rank in H steps)
-    all-reduce    8P(N-1)/N     and the loss, one number a step
-    all-reduce    2wP(N-1)/N    with --inner-steps 0: in each step
+Sent (bytes, by each rank)
+    all-reduce    8P(N-1)/N     every H steps; and in every step the loss, only to be printed
+    all-reduce    2wP(N-1)/N    with --inner-steps 0: every step
 
 Run
     torchrun --nproc_per_node=2 more/diloco.py
     torchrun --nproc_per_node=2 more/diloco.py --inner-steps 0        # naive: ddp.py
-    torchrun --nproc_per_node=8 more/diloco.py --size gpt2-xl --dtype bf16 --batch 64 --inner-steps 100
+    torchrun --nproc_per_node=8 more/diloco.py --size gpt2-xl --dtype bf16 --steps 500 --inner-steps 100
 
 Left out
     Exchanging parts of the weights in turn, while training goes on (Streaming DiLoCo, arXiv 2501.18512).
@@ -58,12 +58,9 @@ def average(tensor):
 
 
 def naive(params):
-    """After each backward. So all ranks make the same update and stay identical."""
+    """After the step's last backward: then all ranks make the same update. All wait for it in every step."""
     for param in params:
         average(param.grad)
-
-
-# All ranks wait for all gradients in each step, however slow the links are.
 
 
 class DiLoCo:
@@ -71,13 +68,13 @@ class DiLoCo:
 
     def __init__(self, inner, lr, momentum):
         self.inner = inner  # a rank's own optimizer, and its weights (in bf16 the master weights)
-        self.outer = [param.clone() for param in inner.masters]  # where the rank started from
+        self.outer = [param.clone() for param in inner.masters]  # from which all ranks start a round
         self.sgd = torch.optim.SGD(self.outer, lr, momentum, nesterov=momentum > 0, fused=True)
 
     @torch.no_grad()
     def exchange(self):
         for outer, param in zip(self.outer, self.inner.masters):
-            # An optimizer subtracts its gradient: with lr 1 and no momentum this leaves the mean of params.
+            # With lr 1 and no momentum, step() would set outer to the mean of the ranks' params.
             outer.grad = outer - param
             average(outer.grad)
         self.sgd.step()
@@ -98,7 +95,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device, rank, world_size):
-            loss = mean_loss(model(inputs), targets) / config.accum  # the mean of this rank's part alone
+            loss = mean_loss(model(inputs), targets) / config.accum  # adds up to this rank's mean
             loss.backward()
             total_loss += loss.detach()
         if not config.inner_steps:
@@ -106,10 +103,10 @@ def train(config):
         norm = squared_norm([param.grad for param in params]).sqrt()
         nn.utils.clip_grads_with_norm_(params, config.clip, norm)
         optimizer.step()  # which sets the gradients to None, too
-        # The last round may be shorter: only an exchange makes ranks equal.
+        # AdamW's moments stay, different on each rank. Exchange after the last step, too: ranks end equal.
         if config.inner_steps and (step % config.inner_steps == 0 or step == config.steps):
             diloco.exchange()
-        average(total_loss)  # to be printed; over slow links, each would print its own
+        average(total_loss)  # only to be printed; over slow links, each rank would print its own
         print_step(config, step, total_loss, norm, started)
     if config.save and rank == 0:
         torch.save(model.state_dict(), config.save)

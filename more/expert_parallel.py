@@ -2,23 +2,23 @@
 
 Idea
     A mixture of experts has X MLPs where a block had one. A router, a small linear layer, gives each token a
-    probability for each expert. Only the t most probable compute the token. Their outputs are added up, each
-    times its gate: its probability, divided by the sum of the t. So a block has X times an MLP's parameters,
-    and computes only t times as much. (arXiv 1701.06538, section 2)
+    probability for each expert. Only the t most probable process it. Their outputs are summed, each times its
+    gate: the t probabilities, scaled to sum to 1. So a block has X times an MLP's parameters, but computes
+    only t times as much. (arXiv 1701.06538, section 2)
 
     As in ddp.py, each rank has a part of the batch. But the experts are spread over groups of e ranks (--ep),
     X/e on each. An all-to-all takes tokens to the ranks of their experts, and another one brings the outputs
     back. (GShard, arXiv 2006.16668, section 3)
 
-    A rank whose experts are popular makes the others wait. So a balance loss is added, which is smallest when
-    all experts have as many tokens (Switch, arXiv 2101.03961, section 2.2), of all ranks (arXiv 2501.11873).
+    A rank whose experts are popular makes the others wait. So a balance loss is added, which pushes
+    the router towards equal loads (Switch, arXiv 2101.03961, 2.2), counted over all ranks (arXiv 2501.11873).
 
 Timeline (forward on rank 0 of 2. It has tokens 0, 1, 2 and experts A, B; rank 1 has tokens 3, 4, 5 and C, D)
-    1 choose        0B 0C 1A 1B 2D 2A         0B: token 0 goes to expert B; an all-gather of the counts
+    1 choose        0B 0C 1A 1B 2D 2A         0B: token 0 goes to expert B. All-gather of counts
     2 sort          1A 2A 0B 1B | 0C 2D       by expert, so by rank: the last two are rank 1's
     3 all-to-all    1A 2A 0B 1B | 3A 4B 5B    the last three have come from rank 1
     4 compute       1A 2A 3A | 0B 1B 4B 5B    A computes its three, B its four
-    Outputs go back the same way: to order 3, by an all-to-all to order 2; then they are added up by token.
+    Outputs go back: to the order of line 3, by an all-to-all to that of 2; then they are summed by token.
 
 Memory (bytes on each of N ranks; an expert has U parameters, M blocks have X each; D all else)
     parameters    w(D+MXU/e)        w = 4 in fp32, 2 in bf16
@@ -95,14 +95,14 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)  # (n, h)
         probs = self.router(tokens).softmax(-1, dtype=wide(x.dtype))  # (n, X)
         gates, chosen = probs.topk(self.top_k)  # (n, t)
-        if self.top_k > 1:  # a single gate would become 1, and the router would get no gradient
+        if self.top_k > 1:  # a single gate would become 1: no gradient of the model's loss for the router
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates.to(x.dtype)
         load, counts = self.all_gather_counts(chosen)
         self.balance_loss = self.balance(probs, load)
         if self.is_naive:
             return naive(self.experts.values(), tokens, gates, chosen).view_as(x)
-        by_expert = chosen.flatten().argsort()  # order 2, of choices: those of token i begin at i * t
+        by_expert = chosen.flatten().argsort()  # line 2; choice c is of token c // t
         token = by_expert // self.top_k
         outputs = self.run_experts(tokens[token], counts)
         outputs = outputs * gates.flatten()[by_expert, None]
@@ -115,9 +115,9 @@ class MoE(nn.Module):
         dist.all_gather(list(counts), own_counts)
         return counts.sum(0), counts.cpu()  # here the host waits
 
-    def balance(self, probs, load):  # 1 if all experts have as many tokens, X if one has all
+    def balance(self, probs, load):  # 1 if all experts have equally many tokens; at most X/t
         share = load.to(probs.dtype) / load.sum().clamp(min=1)  # a constant; 1: there may be no token at all
-        # The gradient lowers a token's probabilities, most of all for the experts with the most tokens.
+        # The gradient lowers the probabilities of the experts with many tokens, and raises the others.
         return len(share) * share @ probs.sum(0) / max(len(probs), 1)
 
     def run_experts(self, rows, counts):
@@ -171,7 +171,7 @@ def train(config):
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         total_loss = 0
-        for microbatch in microbatches(config, step, device):  # of all ranks, over which loads are counted
+        for microbatch in microbatches(config, step, device):  # of all ranks: it is split below
             inputs, targets = (part.chunk(world_size)[rank] for part in microbatch)
             loss = mean_loss(model(inputs), targets)
             balance_loss = sum(moe.balance_loss for moe in mixtures)
@@ -180,7 +180,7 @@ def train(config):
             total_loss += loss.detach()
         for param in dense:
             dist.all_reduce(param.grad)
-        # All-to-alls have brought the gradients of all tokens of a group. Missing are those of other groups.
+        # All-to-alls have brought the gradients of all tokens of a group. Those of other groups are missing.
         for param in experts:
             dist.all_reduce(param.grad, group=replicas)
         squares = squared_norm([param.grad for param in experts])

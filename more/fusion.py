@@ -1,21 +1,21 @@
-"""Fusion: attention and the loss tile by tile, so that all scores, and all logits, never exist at once.
+"""Fusion: attention and the loss tile by tile, so that the full scores and logits are never in memory.
 
 Idea
-    Attention makes a score for each pair of tokens, s x s in each head, and the loss makes v logits for each
-    token. With long contexts no other activations are as large. But a score is needed only for a moment. So
-    a tile of scores is computed, used, and dropped before the next one.
+    Attention makes a score for each pair of tokens, s x s per head, and the loss makes v logits for each
+    token. With long contexts, or many tokens in the vocabulary, no other activations are as large. But none
+    must be kept: a tile of scores is computed, used, and dropped before the next one.
 
     Flash attention (arXiv 2205.14135; backward as in 2307.08691, section 3.1): a softmax divides by a sum
     over its whole row, and a tile has only a part of the row. So each row of queries keeps, of its tiles so
-    far, the largest score, the sum of exp(score - largest), and the sum of the values, each times its exp.
-    When a tile has a larger score, both sums are corrected. (Online softmax, arXiv 1805.02867) At the end of
-    the row, the second sum divided by the first is the output. Backward computes the tiles again, from q, k
-    and one number for each row: the logarithm of the sum of exp(score).
+    far, the largest score, the sum of exp(score - largest), and the sum of exp(score - largest) * value. When
+    a tile has a larger score, both sums are multiplied by exp(old largest - new) (online softmax, arXiv
+    1805.02867). At the row's end, the second sum divided by the first is the output. Backward recomputes the
+    tiles, from q, k and one number for each row: the logarithm of the sum of exp(score).
 
     Fused loss: a chunk of tokens gets its logits, its loss and, at once, its backward, which ends at the last
     block's output. When all chunks are done, backward goes on from there.
 
-Timeline (the order of attention's tiles; those with later keys only are skipped; then a microbatch)
+Timeline (the order of attention's tiles, without those of only later keys; then one of a microbatch)
                 | keys 1 | keys 2 | keys 3 |
       queries 1 | 1      |        |        |
       queries 2 | 2      | 3      |        |
@@ -30,10 +30,10 @@ Memory (bytes on each of N ranks; P parameters, L blocks, a heads, h width, v vo
     optimizer      8P        AdamW's two moments
     activations    bs(L(16wh+4(4+a))+2wh+(wh+4(2+v))/C)    C = --chunks
     activations    bs(L(16wh+16+was)+2wh+4(2+v))           with --naive
-    Activations are what is saved when a backward begins: here a chunk's. checkpointing.py explains 16wh + 16.
+    Activations are what is saved when a backward begins, here a chunk's. checkpointing.py explains 16wh + 16.
     In place of s scores in each head (was) a token keeps one number (4a). The logits (4v), and what the last
     norm saves, are a chunk's, 1/C; 2wh is the last block's output and its gradient. While attention computes,
-    a few tiles come on top.
+    tiles come on top, and in backward the gradients of q, k and v in fp32.
 
 Sent (bytes, by each rank in each step)
     all-reduce     2wP(N-1)/N
@@ -44,8 +44,8 @@ Run
     torchrun --nproc_per_node=8 more/fusion.py --size gpt2 --dtype bf16 --batch 64 --tile 256
 
 Left out
-    A kernel for GPUs, which keeps a tile in the chip's own memory: here each operator reads and writes it, so
-    less is held, but not less moved. torch has kernels: F.scaled_dot_product_attention (single.py's), and
+    A kernel for GPUs, which keeps a tile in the chip's own memory: here each operator reads and writes it:
+    this saves memory, but moves no less. torch has kernels: F.scaled_dot_product_attention (single.py's), and
     F.linear_cross_entropy. Other masks than the causal one, dropout, fewer heads of keys than of queries.
 """
 
@@ -68,8 +68,7 @@ def scores_of(q, k, is_diagonal=True):  # of each query and key; -inf where the 
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if not is_diagonal:  # all keys are earlier
         return scores
-    later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, -torch.inf)
+    return scores + torch.full_like(scores, -torch.inf).triu(1)
 
 
 def naive_attention(q, k, v):  # (b, heads, s, h / heads) each
@@ -88,11 +87,11 @@ def naive_backward(model, inputs, targets, divisor):
 
 
 class FlashAttention(torch.autograd.Function):
-    """naive_attention() in tiles of so many queries (x_i belongs to tile i of these) and keys (x_j)."""
+    """naive_attention(), tile by tile. q_i is tile i of the queries, k_j tile j of the keys."""
 
     @staticmethod
     def forward(ctx, q, k, v, tile):
-        out = torch.empty_like(q)  # with q's strides: what attention() makes of it is then no copy
+        out = torch.empty_like(q)  # laid out like q, so that attention() need not copy it
         lse = torch.empty_like(q[..., :1], dtype=wide(q.dtype))  # of each row: log(sum(exp(scores)))
         rows, columns = tiles(tile, q, out, lse), tiles(tile, k, v)
         for i, (q_i, out_i, lse_i) in enumerate(rows):

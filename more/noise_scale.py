@@ -1,15 +1,14 @@
 """Noise scale: how large a batch should be, from gradients that the ranks of ddp.py have anyway.
 
 Idea
-    A batch's gradient is the true gradient G, of all data, plus noise. S is the variance of one sequence's
-    gradient, summed over all parameters; of a mean over B sequences it is S/B. So the squared norm is |G|^2 +
-    S/B on average. While S/B is the larger part, a batch twice as large is worth two steps; when |G|^2 is,
-    little more than one. They are equal at B = S/|G|^2, the noise scale: beyond it, more ranks save little
-    time. (An Empirical Model of Large-Batch Training, arXiv 1812.06162, section 2.2)
+    A batch's gradient is the true gradient G, of all data, plus noise, whose mean is 0. S is the variance of
+    one sequence's gradient, summed over all parameters; for the mean over B sequences it is S/B. So a batch's
+    squared norm is |G|^2 + S/B on average. While S/B is far larger, a step with twice the batch is worth
+    nearly two steps; while |G|^2 is, hardly more than one. They are equal at B = S/|G|^2, the noise scale:
+    beyond it, more ranks save little time. (Empirical Model of Large-Batch Training, arXiv 1812.06162, 2.2)
 
-    |G|^2 and S are two unknowns, so two batch sizes, two equations, give them. Each rank of ddp.py has the
-    gradient of its own part of the batch, before the all-reduce, and that of the whole batch, after it.
-    (Appendix A.1)
+    Two batch sizes give two equations for |G|^2 and S. Each rank of ddp.py has the gradient of its own part
+    of the batch, before the all-reduce, and that of the whole batch, after it. (Appendix A.1 there)
 
 Timeline
     compute | forward | backward | own norm |            | norm of the sum, update
@@ -20,10 +19,10 @@ Memory (bytes on each of N ranks; P parameters)
     parameters    +4P           with --dtype bf16: master weights
     gradients     4P            bf16 ones become fp32 in the update
     optimizer     8P            AdamW's two moments
-    With --naive one sequence's gradients come on top, wP.
+    With --naive one sequence's gradients come on top, wP, before the update.
 
 Sent (bytes, by each rank in each step)
-    all-reduce    2wP(N-1)/N    as in ddp.py; the squared norms are one number more
+    all-reduce    2wP(N-1)/N    as in ddp.py; the squared norm is one number more
 
 Run
     torchrun --nproc_per_node=4 more/noise_scale.py --steps 100
@@ -32,7 +31,7 @@ Run
 
 Left out
     Buckets and overlap (ddp.py): each bucket's norm could be taken as it leaves. The exact noise scale, which
-    needs the Hessian. A single rank has nothing to compare, except with --naive.
+    needs the Hessian. One rank compares nothing, except with --naive.
 """
 
 import argparse
@@ -51,7 +50,7 @@ FLAGS = {"naive": False}
 
 
 def naive(model, inputs, targets):
-    """The sum of the squared norms of each sequence's own gradient."""
+    """The sum of the squared norms of each sequence's own gradient: B gradients are compared, not N."""
     squares = 0
     for one, target in zip(inputs.split(1), targets.split(1)):
         loss = mean_loss(model(one), target)
@@ -59,13 +58,13 @@ def naive(model, inputs, targets):
     return squares
 
 
-# The most exact way, as a batch of 1 differs most from the whole. But each sequence has a forward and a
-# backward of its own, besides the batch's.
+# More gradients make a more exact estimate. But each sequence has a forward and a backward of its own, in
+# addition to the batch's.
 
 
 def signal_and_noise(small, big, small_batch, big_batch):
-    """Estimates of |G|^2 and S, without bias, from mean squared norms of gradients of two sizes of batch:
-    small = |G|^2 + S / small_batch, big = |G|^2 + S / big_batch."""
+    """Unbiased estimates of |G|^2 and S, from mean squared norms of gradients of two sizes of batch. On
+    average small = |G|^2 + S / small_batch and big = |G|^2 + S / big_batch."""
     noise = (small - big) / (1 / small_batch - 1 / big_batch)  # the first minus the second, solved for S
     return big - noise / big_batch, noise
 
@@ -89,15 +88,16 @@ def train(config):
             if config.naive:
                 small += naive(model, inputs, targets) / config.batch
         if not config.naive:
-            # The gradient of this rank's mean loss is world_size times param.grad.
+            # The loss was divided by world_size: this rank's mean gradient is world_size times param.grad.
             own = world_size**2 * squared_norm([param.grad for param in params])
-            small = own / world_size  # the all-reduce below makes it the mean over ranks
+            small = own / world_size  # its all-reduce makes it the mean over ranks
         for param in params:
             dist.all_reduce(param.grad)
         dist.all_reduce(small)
         big = squared_norm([param.grad for param in params])
         signal, noise = signal_and_noise(small, big, small_batch, config.batch)
-        # One step's estimates are far off: average both over about 20 steps before they are divided.
+        # One step's estimates are far off: average both over about 20 steps before they are divided. (That
+        # both begin at 0 cancels.)
         mean_signal += 0.05 * (signal - mean_signal)
         mean_noise += 0.05 * (noise - mean_noise)
         norm = big.sqrt()

@@ -1,4 +1,4 @@
-"""Offload: as zero2.py, but the optimizer is on the host, in CPU memory.
+"""Offload: like zero2.py, but the optimizer is on the host, in CPU memory.
 
 Idea
     A GPU has little memory. The machine around it, its host, has more, but behind a slow link. An optimizer
@@ -7,7 +7,7 @@ Idea
     the same 1/N of the weights, the shard. The new weights are copied up, and an all-gather gives them to
     every rank. The state never travels. (ZeRO-Offload, arXiv 2101.06840, sections 3 and 4)
 
-    Gradients go down while backward goes on, new weights come up during the next forward.
+    Gradients go down while backward goes on. New weights come up during the next forward.
 
 Timeline (two blocks; 0 is the root: all outside of blocks; the previous step's weights come up)
     compute |             | forward 1 | forward 2 | backward 2 | backward 1       |                     |
@@ -19,7 +19,7 @@ Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all b
     parameters    wP                     on the device; w = 4 in fp32, 2 in bf16
     gradients     w(E+U+max(E,U))        the head's until the embedding's; a unit's; a sent copy
     gradients     w(P+max(E,U))          with --naive
-    host          (16+w)P/N              shards, their gradients, AdamW's two moments; staging buffers
+    host          (16+w)P/N              shards 4, their gradients 4, AdamW's two moments 8; staging buffers w
 
 Sent (bytes, by each rank in each step of k = --accum microbatches; down to the host, up to the device)
     reduce-scatter    kwP(N-1)/N
@@ -88,7 +88,8 @@ class Unit:
 
     def finish_reduce_scatter(self):
         if self.reducing:
-            # In this stream the copy waits for the reduce-scatter, but not for what backward does meanwhile.
+            # In this stream the copy waits for the reduce-scatter, but not for backward, whose kernels are
+            # queued already.
             with torch.cuda.stream(self.link):
                 self.reducing.wait()  # on a GPU this stream waits, not the host
                 self.staging.copy_(self.received)  # down; blocks the host, which needs it
@@ -96,8 +97,8 @@ class Unit:
             self.reducing = self.received = None
 
     def start_gather(self):
-        self.staging.copy_(self.shard.detach())  # fp32 to bf16
-        # Backward, which read the old weights, has ended: the host has waited for its last gradients.
+        self.staging.copy_(self.shard.detach())  # in bf16 this rounds
+        # It need not wait for backward, which read the old weights: the host has its last gradients.
         with torch.cuda.stream(self.link):
             self.own.copy_(self.staging, non_blocking=True)  # up; the host goes on
             self.gathering = all_gather(self.flat, self.own, async_op=True)
@@ -108,7 +109,8 @@ class Unit:
             self.gathering = None
 
 
-# If neither time nor memory matters: reduce_scatter_all() after each backward, an update, all_gather_all().
+# The naive way: reduce_scatter_all() after each backward, an update, all_gather_all(). Nothing is computed
+# while these travel.
 
 
 def reduce_scatter_all(units):
@@ -123,9 +125,6 @@ def all_gather_all(units):
     for unit in units:
         unit.start_gather()
         unit.finish_gather()
-
-
-# But nothing is computed while these travel.
 
 
 class Offload(nn.Module):

@@ -1,518 +1,400 @@
-"""3D parallelism: data, tensor and pipeline parallelism on one mesh of ranks, and which group adds up what.
+"""3D parallelism: data, pipeline and tensor parallelism on one mesh of ranks, each in its own groups.
 
 Idea
-    N = p x d x t ranks: p pipeline stages (pipeline.py), d replicas of each stage, which have their own parts
-    of the batch (ddp.py), and t ranks that split the layers of a replica (tensor_parallel.py). These t send
-    most, 4 sums for each block and microbatch, so they are neighbours, on one node. A stage sends one output,
-    or gradient, for all its blocks, so stages may be far apart (Megatron-LM, arXiv 2104.04473, section 3).
-    The three techniques are those of their own lessons, in short. New here: Mesh, with a group for each axis,
-    and the order in which these groups add up.
+    There are d replicas of the model, each of which has a part of the batch (ddp.py). A replica has p stages,
+    each with some of the blocks (pipeline.py). A stage has t ranks, each with 1/t of every large matrix
+    (tensor_parallel.py). New is which ranks sum what. Tensor parallelism sends most, four sums per block, so
+    its t ranks are neighbours, in one node. (Megatron-LM, arXiv 2104.04473, section 3)
 
-Timeline (a step of 2 x 2 x 2 ranks; which ranks add up what)
-    stage 0 | replica 0: ranks 0 1 | replica 1: ranks 2 3
-    stage 1 | replica 0: ranks 4 5 | replica 1: ranks 6 7
-    1. In 1F1B order, layers' outputs and their inputs' gradients: 0 + 1; messages go between 0 and 4
-    2. While the last backward runs: gradients 0 + 2, layer after layer
-    3. The loss: all ranks
-    4. The embedding's gradient, which is also the head's: 0 + 4, then 0 + 2
-    5. The squares of the gradients' norm: all ranks
-    6. The update; with --zero 1, 0 and 2 each update a half of the weights and gather the other
+Timeline (8 ranks, d = p = t = 2; replica 0 is ranks 0 to 3: stage 0 is 0, 1, stage 1 is 2, 3; who sums what)
+    1 tensor    | 0+1 2+3 4+5 6+7 | in forwards, F: outputs of matrices; in backwards, B: gradients of inputs
+      F, B      | 0-2 1-3 4-6 5-7 | no sums: a stage's output goes on to the next, its gradient comes back
+    2 tie       | 0+2 1+3 4+6 5+7 | gradients of the embedding, which is also the last stage's head
+    3 data      | 0+4 1+5 2+6 3+7 | gradients of all parameters, after the last B
+    4 tensor, F | as above        | squares of gradients, for the norm; over F alone if t ranks hold the same
+    5 F, data   | as above        | losses, for printing
 
-Memory (bytes; R parameters on the rank that has most; activations are of 1/p of the blocks, p microbatches)
-    w bytes of a weight: 4 in fp32, 2 in bf16, 8 in fp64; c bytes of its fp32 master: 4 in bf16, else 0
-    K bytes of AdamW's two moments: 8, in fp64 16; of SGD 0
-    parameters    (w+c)R
-    gradients     (w+c)R               in bf16 also the masters' gradients
-    optimizer     KR
-    parameters    (w+c/d)R             with --zero 1 (if d > 1): each master on one replica
-    gradients     (w+gw+(w+c)/d)R      with --zero 1: all, a copy over gloo (g = 1, else 0), 1/d of the sums
-    optimizer     KR/d                 with --zero 1
+Memory (bytes; R parameters on the rank with most; activations as in pipeline.py, inside blocks 1/t)
+    parameters    wR        w = 4 in fp32, 2 in bf16
+    parameters    +4R       with --dtype bf16: master weights
+    gradients     (4+w)R    fp32 in the update; w: the copy that is sent
+    optimizer     8R        AdamW's two moments
 
-Sent (bytes, by the rank that sends most, in each step of k microbatches, along each axis; // rounds down)
-    tensor        2kbs((4L+1+1//p)wh+3m)(t-1)/t   4 sums a block; head, loss; embedding if p = 1
-    pipeline      min(2,p-1)kwbsh                 outputs to the next stage, gradients to the one before
-    tie           min(1,p-1)wh((v+t-1)//t)        the embedding's gradient, of v/t tokens, rounded up
-    data          2wR(d-1)/d                      all-reduce, or reduce-scatter (more on gloo) and all-gather
-    L blocks of the last stage, h width, v vocabulary; b sequences of s tokens; m = 4, in fp64 8
+Sent (bytes, by the rank that sends most in each step of k microbatches, each of b sequences of s tokens)
+    tensor      2kbs((4L+1)wh+12)(t-1)/t    L blocks in a stage: 4 each; the head 1; the loss 3 per token
+    tensor      2kbs((4L+2)wh+12)(t-1)/t    with --pp 1: the embedding 1, on the same rank; h is the width
+    pipeline    min(2,p-1)kwbsh             outputs and gradients
+    tie         min(1,p-1)wvh/t             1/t of the embedding of the vocabulary, v
+    data        2wR(d-1)/d
 
 Run
-    torchrun --nproc_per_node=8 more/parallel_3d.py
-    torchrun --nproc_per_node=8 more/parallel_3d.py --zero 1 --size gpt2-xl --heads 20 --dtype bf16
+    torchrun --nproc_per_node=8 more/parallel_3d.py --accum 4    # or --tp 1 --pp 4; or --naive: no 1F1B
 
 Left out
-    Refused: a second clip_grad_norm_() without update(); frozen parameters; targets to ignore, such as -100.
-    Not noticed: ranks of a replica with other batches (as of a DistributedSampler), or that draw other
-    models; another number of microbatches or tokens on one; a step without clip_grad_norm_(), which ends
-    the sums, or without each bucket's update(); two forward_backward() in a step; torch's clip_grad_norm_.
-    Not handled: dropout, sequence parallelism, other schedules, ZeRO-2 and 3; other models: see the lessons.
+    Computing while sums travel (tensor_parallel.py, ddp.py). ZeRO among the replicas (zero1.py).
 """
 
 import argparse
 import os
 import sys
 import time
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before set_up(), or it would keep the process group alive
+import torch.distributed.nn  # not used, but if torch imports it later, processes may crash at exit
 import torch.nn as nn
 import torch.nn.functional as F
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+FLAGS = {"naive": False, "tp": 0, "pp": 0}
 
 
-class Mesh:
-    """This rank's place in ranks (p, d, t), and its groups: each of ranks that differ along one axis alone.
-    In 2 x 2 x 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], rank 5 has stage 1, replica 0 and part 1: its tensor
-    group is 4 5, its data group 5 7, its pipeline group 1 5."""
-
-    def __init__(self, ranks):
-        self.pp, self.dp, self.tp = ranks.shape
-        self.pp_rank, self.dp_rank, self.tp_rank = np.argwhere(ranks == dist.get_rank())[0].tolist()
-        self.is_first = self.pp_rank == 0
-        self.is_last = self.pp_rank == self.pp - 1
-        # Two groups, as NCCL runs a group's messages in order. Neighbours send each other an output and a
-        # gradient at the same time: in one group, both could wait for the other to receive first.
-        self.output_group = self.group(ranks, 0, "pipeline")
-        self.gradient_group = self.group(ranks, 0, "pipeline")
-        self.dp_group = self.group(ranks, 1, "data")
-        self.tp_group = self.group(ranks, 2, "tensor")
-        # The first and the last stage have the same embedding.
-        self.tie_group = self.group(ranks[[0, -1]], 0, "tie") if self.pp > 1 else None
-
-    def group(self, ranks, axis, name):
-        lines = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
-        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), group_desc=name)  # all ranks create all
-        return group
-
-    def tp_sum(self, x):
-        """The sum of the tensor group's x. Autograd sees a copy of x, and passes the gradient on."""
-        total = x.clone()
-        dist.all_reduce(total.detach(), group=self.tp_group)
-        return total
+def add_up(x, group):  # x becomes the sum of the group's x; its gradient is the sum's, which all ranks have
+    dist.all_reduce(x.detach(), group=group)  # the same memory, but hidden from autograd
+    return x
 
 
-def column_parallel(linear, mesh, x):
-    """x (b, s, h), the same on all t ranks -> (b, s, out/t), other features on each."""
-    x = x.view_as(x)
-    x.register_hook(mesh.tp_sum)  # each rank has a part of the gradient of x, that of its features
-    return F.linear(x, linear.weight, linear.bias)
+def column_parallel(x, weight, group):  # weight (out/t, in): x (b, s, in), used only here -> (b, s, out/t)
+    if x.requires_grad:  # not under no_grad()
+        x.register_hook(lambda grad: add_up(grad, group))  # in backward: sums the ranks' gradients of x
+    return F.linear(x, weight)
 
 
-def row_parallel(linear, mesh, x):
-    """x (b, s, in/t) -> (b, s, h), the same on all t ranks. The bias is added after the sum, once."""
-    return mesh.tp_sum(F.linear(x, linear.weight)) + linear.bias
+def parallel_loss(logits, targets, group):  # (b, s, v/t): mean of log(sum(exp(logits))) - logits[target]
+    logits = logits.to(wide(logits.dtype)).flatten(0, 1)
+    largest = logits.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    logits = logits - largest[:, None]  # so that no exp() overflows; the loss is the same
+    index, is_here = own_index(targets.flatten(), logits.shape[1], group)
+    target = torch.where(is_here, logits[torch.arange(len(logits), device=logits.device), index], 0)
+    exp_sum, target = add_up(torch.stack([logits.exp().sum(-1), target]), group)
+    return (exp_sum.log() - target).mean()
 
 
-def vocab_parallel(embedding, mesh, tokens):
-    is_here = tokens % mesh.tp == mesh.tp_rank  # dealt out, so that t need not divide the vocabulary
-    found = F.embedding(tokens // mesh.tp * is_here, embedding.weight)
-    found = found * is_here.unsqueeze(-1)  # 0 on ranks that do not have the token
-    return mesh.tp_sum(found)
+def own_index(token, size, group):  # (index in this rank's part of the vocabulary, or 0; if it is there)
+    index = token - size * dist.get_rank(group)
+    is_here = (index >= 0) & (index < size)
+    return torch.where(is_here, index, 0), is_here
 
 
-def parallel_loss(mesh, logits, targets):
-    """Mean cross-entropy, in fp32 or fp64, of this rank's logits (b, s, v/t) and targets (b, s)."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    own_lse = logits.logsumexp(-1)
-    # All logits are taken relative to the largest of the ranks' log-sum-exps, so that no exp() overflows.
-    largest = own_lse.detach().clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.tp_group)
-    own_sum = (own_lse - largest).exp()
-    is_here = targets % mesh.tp == mesh.tp_rank
-    column = targets // mesh.tp * is_here
-    own_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - largest
-    partials = torch.stack([own_sum, own_logit * is_here])
-    total, target_logit = mesh.tp_sum(partials)
-    return (total.log() - target_logit).mean()
+def split_of(name):  # (the dimension that is split, the number of matrices stacked along it), or None
+    split = {"tokens.weight": (0, 1), "qkv.weight": (0, 3), "qkv.bias": (0, 3), "proj.weight": (1, 1)}
+    split |= {"up.weight": (0, 1), "up.bias": (0, 1), "down.weight": (1, 1)}
+    return split.get(".".join(name.split(".")[-2:]))
 
 
-SPLITS = {  # layer: (forward, the weight's dimension that is split)
-    "tokens": (vocab_parallel, 0),
-    "qkv": (column_parallel, 0),
-    "proj": (row_parallel, 1),
-    "up": (column_parallel, 0),
-    "down": (row_parallel, 1),
-}
+def own_part(whole, dim, stacked, group):  # 1/t of q, of k and of v, if stacked: those of its heads
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    return torch.cat([matrix.chunk(world_size, dim)[rank] for matrix in whole.chunk(stacked, dim)], dim)
 
 
-def split_tensors(model, mesh):
-    """Keep this rank's part of each layer: every t-th token, every t-th run of h/t features, so that down's
-    inputs are up's outputs. For t = 2, qkv has runs q0 q1 k0 k1 v0 v1; rank 0 keeps q0 k0 v0, its heads'."""
-    for block in model.blocks:
-        block.heads //= mesh.tp
-    for name, layer in model.named_modules():
-        name = name.split(".")[-1]
-        if name in SPLITS:
-            forward, dim = SPLITS[name]
-            layer.forward = partial(forward, layer, mesh)
-            run = 1 if name == "tokens" else model.tokens.embedding_dim // mesh.tp
-            for param in layer.parameters():
-                if param.dim() > dim:  # a row-parallel layer's bias is not split: all have it
-                    runs = np.arange(param.shape[dim]) // run
-                    own = np.flatnonzero(runs % mesh.tp == mesh.tp_rank)
-                    param.part = (..., own) if dim else own  # of the unsplit parameter
-                    param.data = param.detach()[param.part]
+def whole_of(part, dim, stacked, group):  # the inverse of own_part()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part, group)
+    return torch.cat([part.chunk(stacked, dim)[i] for i in range(stacked) for part in parts], dim)
 
 
-def stage_of(model, mesh):
-    """This rank's layers. The head is the embedding, which first and last stage both hold."""
-    n = len(model.blocks)
-    start = n * mesh.pp_rank // mesh.pp
-    end = n * (mesh.pp_rank + 1) // mesh.pp
-    layers = list(model.blocks[start:end])
-    if mesh.is_first:
-        positions = model.positions
-        positions.forward = lambda x: x + positions.weight
-        layers = [model.tokens, positions, *layers]
-    if mesh.is_last:
-        head = nn.Linear(1, 1, bias=False)  # its weight is replaced at once
-        head.weight = model.tokens.weight
-        head.forward = partial(column_parallel, head, mesh)
-        layers += [model.norm, head]
-    return nn.Sequential(*layers)
+def receive(message, sender, group=None):
+    buffer = torch.empty_like(message)
+    dist.recv(buffer, sender, group)
+    return buffer
 
 
-class Bucket:
-    """A layer's split parameters, or its unsplit ones, as views of flat_param. They are two buckets, because
-    the norm counts them in two ways. The optimizer gets shard: all of flat_param or, with --zero 1, 1/d."""
-
-    def __init__(self, params, mesh, zero, is_tied):
-        self.mesh = mesh
-        self.n_shards = mesh.dp if zero else 1
-        self.is_tied = is_tied
-        self.n_params = len(params)
-        flat = nn.utils.parameters_to_vector(params).detach()
-        self.flat_param = F.pad(flat, (0, -len(flat) % self.n_shards))
-        self.flat_grad = torch.zeros_like(self.flat_param)
-        for param in params:
-            param.grad = torch.empty_like(param)
-            param.register_post_accumulate_grad_hook(self._gradient_ready)
-        # Each parameter and gradient becomes a view.
-        nn.utils.vector_to_parameters(self.flat_param, params)
-        nn.utils.vector_to_parameters(self.flat_grad, [param.grad for param in params])
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        self.shard = nn.Parameter(self.own_part(self.flat_param).to(wide))  # of bf16 a copy, else a view
-        # So many ranks have this same shard. Each adds its square, divided by their number, to the norm's.
-        self.n_copies = mesh.dp // self.n_shards * (1 + is_tied)
-        if not hasattr(params[0], "part"):
-            self.n_copies *= mesh.tp
-
-    def own_part(self, flat):
-        return flat.chunk(self.n_shards)[self.mesh.dp_rank % self.n_shards]  # n_shards is 1 or d
-
-    def _gradient_ready(self, _):
-        self.pending -= 1
-        if self.pending == 0:
-            self.start_sum()
-
-    def start_sum(self):
-        options = {"group": self.mesh.dp_group, "async_op": True}
-        self.grad = self.flat_grad
-        if self.n_shards == 1:
-            self.work = dist.all_reduce(self.grad, **options)
+def pipelined(stage, batch, message, ops, groups):  # a rank goes on while what it sends travels
+    in_flight, sends = [], []
+    for op in ops:
+        if op == "F":
+            inputs, targets = next(batch)
+            x = inputs if stage.is_first else receive(message, stage.previous, groups["F"]).requires_grad_()
+            output = stage(x, targets)
+            if not stage.is_last:
+                sends.append(dist.isend(output.detach(), stage.next, groups["F"]))
+            in_flight.append((x, output))
         else:
-            self.grad = self.flat_grad.new_empty(len(self.shard))
-            self.work = reduce_scatter(self.grad, self.flat_grad, **options)
-
-    def finish_sum(self):
-        assert self.shard.grad is None, "call each bucket's update() between two clip_grad_norm_()"
-        if self.is_tied:  # first add up the gradients of the two stages, then those of the replicas
-            dist.all_reduce(self.flat_grad, group=self.mesh.tie_group)
-        if self.pending:  # is_tied, or a parameter got no gradient, so its hook did not run
-            self.start_sum()
-        self.work.wait()
-        self.grad /= self.mesh.dp
-        self.shard.grad = self.grad.to(self.shard)
-
-    @torch.no_grad()
-    def update(self):
-        own_part = self.own_part(self.flat_param)
-        own_part.copy_(self.shard)  # in fp32 the same memory
-        self.shard.grad = None
-        if self.n_shards > 1:
-            all_gather(self.flat_param, own_part, group=self.mesh.dp_group)
-        self.flat_grad.zero_()
+            x, output = in_flight.pop(0)
+            output.backward(None if stage.is_last else receive(message, stage.next, groups["B"]))
+            if not stage.is_first:
+                sends.append(dist.isend(x.grad, stage.previous, groups["B"]))
+        if len(sends) > 1:  # wait() frees what was sent; with 0 in place of 1, neighbours wait for each other
+            sends.pop(0).wait()
+    for send in sends:
+        send.wait()
 
 
-class Parallel3D:
-    """This rank's part of a model, of which all ranks have drawn the same weights. For a step see train()."""
+def all_reduce_gradients(params, group):  # in one message, after the last backward
+    flat = torch.cat([param.grad.flatten() for param in params])
+    dist.all_reduce(flat, group=group)
+    for param, part in zip(params, flat.split([param.numel() for param in params])):
+        param.grad = part.view_as(param)  # a view of flat, where the sum is
 
-    def __init__(self, model, mesh, zero, device, dtype):
-        self.mesh = mesh
-        self.width = model.tokens.embedding_dim
-        self.shapes = {name: param.shape for name, param in model.named_parameters()}
-        split_tensors(model, mesh)
-        self.stage = stage_of(model, mesh).to(device, dtype)
-        here = set(self.stage.parameters())
-        self.params = {}
-        groups = {}
-        for name, param in model.named_parameters():
-            if param in here:
-                self.params[name] = param
-                layer = name.rsplit(".", 2)[0]  # such as blocks.3
-                groups.setdefault((layer, hasattr(param, "part")), []).append(param)
-        tied = model.tokens.weight if mesh.pp > 1 else None
-        self.buckets = [Bucket(params, mesh, zero, params[0] is tied) for params in groups.values()]
-        self.shards = [bucket.shard for bucket in self.buckets]
 
-    def forward_backward(self, batches):
-        """1F1B over a replica's microbatches (inputs, targets), the same on its p x t ranks. Returns the mean
-        loss of all replicas."""
-        mesh = self.mesh
-        self.loss = self.shards[0].new_zeros((), dtype=torch.float64)
-        self.sent = {}  # {group: the work of its latest send}
-        self.in_flight = []
-        for bucket in self.buckets:
-            # A sum starts with the last of these gradients. One more for a tied bucket: see finish_sum().
-            bucket.pending = bucket.n_params * len(batches) + bucket.is_tied
-        # Until the first gradient can come back, run forwards alone, to fill the stages after this one.
-        n_warmup = mesh.pp - 1 - mesh.pp_rank
-        for i, batch in enumerate(batches):
-            self._forward(*batch, len(batches))
-            if i >= n_warmup:
-                self._backward()
-        while self.in_flight:
-            self._backward()
-        for work in self.sent.values():
-            work.wait()
-        dist.all_reduce(self.loss)  # only ranks of the last stage have one, t of them the same
-        return self.loss / (mesh.dp * mesh.tp)
-
-    def _forward(self, inputs, targets, n_microbatches):
-        mesh = self.mesh
-        x = inputs
-        if not mesh.is_first:
-            x = self.buckets[0].flat_param.new_empty(*inputs.shape, self.width)
-            dist.recv(x, group=mesh.output_group, group_src=mesh.pp_rank - 1)
-            x.requires_grad_()
-        y = self.stage(x)
-        if mesh.is_last:
-            y = parallel_loss(mesh, y, targets) / n_microbatches  # as gradients add up
-            self.loss += y.detach()
-        else:
-            self._send(y.detach(), mesh.output_group, mesh.pp_rank + 1)
-        self.in_flight.append((x, y))
-
-    def _backward(self):
-        mesh = self.mesh
-        x, y = self.in_flight.pop(0)
-        gradient = None
-        if not mesh.is_last:
-            gradient = torch.empty_like(y)
-            dist.recv(gradient, group=mesh.gradient_group, group_src=mesh.pp_rank + 1)
-        y.backward(gradient)
-        if not mesh.is_first:
-            self._send(x.grad, mesh.gradient_group, mesh.pp_rank - 1)
-
-    def _send(self, tensor, group, stage):
-        if group in self.sent:  # in 1F1B it should have arrived; to wait frees its tensor
-            self.sent[group].wait()
-        self.sent[group] = dist.isend(tensor, group=group, group_dst=stage)
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Finish the gradients' sums, clip the shards' gradients to max_norm. Returns the norm before."""
-        for bucket in self.buckets:
-            bucket.finish_sum()
-        grads = [shard.grad for shard in self.shards]
-        norms = torch._foreach_norm(grads, dtype=torch.float64)
-        squares = self.loss.new_zeros(())
-        for norm, bucket in zip(norms, self.buckets):
-            squares += norm.square() / bucket.n_copies
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm, norm.to(grads[0]))
-        return norm
-
-    def full_state_dict(self):
-        """The plain model's state_dict. All ranks must call it."""
-        state_dict = {}
-        for name, shape in self.shapes.items():
-            # Each rank fills its part, if it has one, into a tensor of -inf. The maximum is the whole.
-            full = state_dict[name] = self.buckets[0].flat_param.new_full(shape, -torch.inf)
-            if name in self.params:
-                param = self.params[name]
-                full[getattr(param, "part", ...)] = param.detach()
-            dist.all_reduce(full, dist.ReduceOp.MAX)
-        return state_dict
+def new_group(ranks, dim, name):  # the ranks that differ from this one along this dimension alone
+    rows = ranks.movedim(dim, -1).flatten(0, -2)  # a row for each group; all ranks make all of them
+    return dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)[0]
 
 
 def train(config):
-    world_size = int(os.getenv("WORLD_SIZE") or 1)
-    config.tp = config.tp or 2 - world_size % 2
-    config.pp = config.pp or 2 - world_size // config.tp % 2
-    if world_size % (config.tp * config.pp):
-        refuse(f"--tp {config.tp} x --pp {config.pp}: must divide the {world_size} ranks")
-    if config.heads % config.tp or config.layers < config.pp:
-        refuse(f"--heads must be a multiple of --tp {config.tp}, --layers at least --pp {config.pp}")
-    ranks = np.arange(world_size).reshape(config.pp, -1, config.tp)
-    config.dp = ranks.shape[1]
-    device, text = set_up(config, f" | zero {config.zero} | stages x replicas x parts:\n{ranks}", config.dp)
-    mesh = Mesh(ranks)
-    parallel = Parallel3D(GPT(config), mesh, config.zero, device, DTYPES[config.dtype])
-    optimizer = OPTIMIZERS[config.optim](parallel.shards, lr=config.lr, fused=True)
+    device = join_world()
+    check(config, dist.get_world_size())
+    ranks = torch.arange(dist.get_world_size()).view(config.dp, config.pp, config.tp)  # replica, stage, part
+    groups = {"data": new_group(ranks, 0, "data"), "tensor": new_group(ranks, 2, "tensor")}
+    groups |= {op: new_group(ranks, 1, "pipeline") for op in "FB"}  # two: see pipeline.py
+    groups["tie"] = new_group(ranks[:, sorted({0, config.pp - 1})], 1, "tie")  # the first and the last stage
+    stage = Stage(config, groups).to(device)  # see the end of this file
+    params = list(stage.parameters())
+    named = [each for each in stage.named_parameters() if stage.is_first or each[0] != "tokens.weight"]
+    split = [param for name, param in named if split_of(name)]
+    replicated = [param for name, param in named if not split_of(name)]
+    optimizer = MasterWeights(params, config.lr)
+    message = params[0].new_empty(config.batch // stage.n_microbatches, config.context, config.width)
+    # --naive is FBFBFB, one microbatch after the other: one stage works at a time, and a rank is idle for
+    # (p-1)/p of a step. In 1F1B, such as FFBFBB, stages work on different ones, and idle for (p-1)/(p-1+k).
+    in_flight = 1 if config.naive else min(config.accum, config.pp - dist.get_rank(groups["F"]))
+    ops = "F" * in_flight + "BF" * (config.accum - in_flight) + "B" * in_flight
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = microbatches(config, text, step, device, mesh.dp_rank, mesh.dp)
-        loss = parallel.forward_backward(list(batches))
-        grad_norm = parallel.clip_grad_norm_(config.clip)
-        optimizer.step()
-        for bucket in parallel.buckets:
-            bucket.update()
-        print_step(config, step, loss, grad_norm, started)
+        batch = microbatches(config, step, device, dist.get_rank(groups["data"]), config.dp)
+        stage.total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        pipelined(stage, batch, message, ops, groups)
+        if stage.is_first or stage.is_last:  # both hold this weight: sum its gradients
+            dist.all_reduce(stage.tokens.weight.grad, group=groups["tie"])
+        all_reduce_gradients(params, groups["data"])
+        squares = squared_norm([param.grad for param in replicated])  # equal on t ranks: they count once
+        squares = squares + add_up(squared_norm([param.grad for param in split]), groups["tensor"])
+        norm = add_up(squares, groups["F"]).sqrt()  # not over data: replicas have the same gradients now
+        nn.utils.clip_grads_with_norm_(params, config.clip, norm)
+        optimizer.step()  # which sets the gradients to None, too
+        total_loss = add_up(add_up(stage.total_loss, groups["F"]), groups["data"])
+        print_step(config, step, total_loss, norm, started)
     if config.save:
-        state_dict = parallel.full_state_dict()
+        state = stage.state_dict()
+        state |= {key: whole_of(state[key], *split_of(key), stage.group) for key in filter(split_of, state)}
+        state = {key: weight.cpu() for key, weight in state.items()}
+        stages = [None] * config.pp if stage.is_first else None
+        dist.gather_object(state, stages, group=groups["F"], group_dst=0)
         if dist.get_rank() == 0:
-            save_weights(state_dict, config.save)
+            torch.save({key: weight for state in stages for key, weight in state.items()}, config.save)
 
 
-def parse(arguments=None):
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--tp", type=int, help="ranks that split each layer (default: 2 if the world is even)")
-    own.add_argument("--pp", type=int, help="stages (default: 2 if ranks / --tp is even)")
-    own.add_argument("--zero", type=int, default=0, help="1: shard optimizer states")
-    DEFAULTS["accum"] = 4  # by default
-    return read_flags(arguments, own, zero=(0, 1))
+def check(config, world_size):
+    config.tp = config.tp or (1 if world_size % 2 else 2)
+    config.pp = config.pp or (world_size // config.tp if world_size // config.tp % 2 else 2)
+    config.dp = world_size // config.tp // config.pp
+    if min(config.tp, config.pp) < 1 or config.dp * config.pp * config.tp != world_size:
+        sys.exit(f"--tp {config.tp} x --pp {config.pp}: must divide the {world_size} ranks")
+    if config.heads % config.tp or config.vocab % config.tp or config.vocab < 256:  # a byte is a token
+        sys.exit(f"--tp {config.tp}: must divide --heads {config.heads} and --vocab {config.vocab} >= 256")
+    if config.pp > config.layers:
+        sys.exit(f"--layers {config.layers}: fewer than --pp {config.pp}, the stages")
+
+
+class MasterWeights:
+    """AdamW on fp32 copies of bf16 weights: bf16 alone would round small updates away."""
+
+    def __init__(self, params, lr):
+        self.params = list(params)
+        # For fp32 weights, to() makes no copy: these are the weights themselves.
+        self.masters = [param.detach().to(wide(param.dtype)) for param in self.params]
+        self.adamw = torch.optim.AdamW(self.masters, lr, fused=True)
+
+    @torch.no_grad()
+    def step(self):
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.to(master.dtype)
+            param.grad = None
+        self.adamw.step()
+        self.adamw.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
 
 
 # ==== toy model: the same lines in every lesson ====
 SHAPE = "layers heads width context vocab".split()
-SIZES = {"toy": "8 8 64 64 256", "small": "6 8 256 128 256", "gpt2": "12 12 768 1024 50304",
-         "gpt2-xl": "48 25 1600 1024 50304", "7.5b": "32 34 4352 2048 50304"}  # fmt: skip
+SIZES = {
+    "toy": (8, 8, 64, 64, 256),
+    "small": (6, 8, 256, 128, 256),
+    "gpt2": (12, 12, 768, 1024, 50304),
+    "gpt2-xl": (48, 25, 1600, 1024, 50304),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-CHOICES = {"size": SIZES, "optim": OPTIMIZERS, "dtype": DTYPES, "device": "auto cpu cuda".split()}
-DEFAULTS = {"size": "toy", "optim": "adamw", "dtype": "fp32", "device": "auto", "data": np.ma.core.__file__,
-            "steps": 20, "batch": 16, "accum": 1, "lr": 1e-3, "clip": 1.0, "seed": 0, "save": ""}  # fmt: skip
-HELP = "--batch: of all ranks; --accum: microbatches of a rank; --clip inf: any norm; --data: file or folder"
 
 
-def read_flags(arguments, *own, **limits):  # own: other parsers. limits: {name: (least, most)}
-    parser = argparse.ArgumentParser(parents=own, epilog=f"{HELP}; defaults: {DEFAULTS}, and --size's shape")
-    parser.error = refuse
-    for name, default in (DEFAULTS | dict.fromkeys(SHAPE, 0)).items():  # 0: that of --size
-        parser.add_argument(f"--{name}", default=default, type=type(default), choices=CHOICES.get(name))
-    parser.set_defaults(**dict(zip(SHAPE, SIZES[parser.parse_args(arguments).size].split())))
+def read_flags(own, arguments=None):
+    """The flags of all lessons, and its own: {name: default}. A tuple lists choices, the default first."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", default="toy", choices=SIZES)
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="overrides --size")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
+    parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--clip", default=1.0, type=float, help="the largest norm of the gradient")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--save", default="", help="a file for the trained weights")
+    for name, default in own.items():
+        if isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default[0], choices=default)
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     config = parser.parse_args(arguments)
-    limits |= {"lr": (0, 1e9), "clip": (1e-9, torch.inf), "seed": (0, 1e18), "vocab": (256, 1_048_576)}
-    for name, value in vars(config).items():
-        least, most = limits.get(name, (1, 1_048_576))
-        if type(value) in (int, float) and not least <= value <= most:
-            refuse(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}")
+    for name, value in zip(SHAPE, SIZES[config.size]):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    if config.width % config.heads:
+        parser.error(f"--width {config.width}: must be a multiple of --heads {config.heads}")
+    if not os.path.isfile(config.data) or os.path.getsize(config.data) <= config.context:
+        parser.error(f"--data {config.data}: no such file, or no more bytes than --context")
+    if not os.path.isdir(os.path.dirname(config.save) or "."):
+        parser.error(f"--save {config.save}: no such folder")
     return config
 
 
-def refuse(problem):  # in a line on rank 0, for which the others wait, else torchrun may end it first
-    if os.getenv("RANK", "") in "0":  # or it is not set
-        sys.stderr.write(f"{Path(__file__).name}: {problem}\n")
-    else:
-        time.sleep(5)
-    raise SystemExit(2)
+def join_world():
+    """Meet the other ranks: over NCCL if there are GPUs, else over gloo. Returns this rank's device."""
+    if "RANK" not in os.environ:  # not started by torchrun: the only rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+            os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda" if gpus else "cpu")
 
 
-def set_up(config, choices="", replicas=None):  # check, and join the world; returns device and text
-    replicas = replicas or int(os.getenv("WORLD_SIZE") or 1)
-    if config.batch % (replicas * config.accum):
-        refuse(f"--batch {config.batch}: must be a multiple of replicas x --accum, {replicas * config.accum}")
-    if config.width % config.heads:
-        refuse(f"--width {config.width}: must be a multiple of --heads {config.heads}")
-    gpus = torch.cuda.device_count() * (config.device != "cpu")
-    if config.device == "cuda" and not gpus:
-        refuse("--device cuda: no GPU is visible here; use --device cpu")
-    try:  # a file is missing, or a variable of the environment
-        files = sorted(filter(Path.is_file, Path(config.data).rglob("*"))) or [Path(config.data)]
-        if not config.context < sum(map(os.path.getsize, files)) <= 2e9:
-            refuse(f"--data {config.data}: must have more bytes than --context {config.context}, at most 2e9")
-        text = bytearray().join(map(Path.read_bytes, files))
-        open(config.save or "/dev/null", "ab").close()
-        device = torch.device(f"cuda:{int(os.getenv('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
-        torch.cuda.set_device(device if gpus else -1)  # -1: none
-        if not dist.is_initialized():
-            if 0 < gpus < int(os.getenv("LOCAL_WORLD_SIZE", 1)):  # ranks share a GPU
-                os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])  # NCCL refuses it on one host
-            alone = () if {"RANK", "WORLD_SIZE"} & set(os.environ) else (None, None, 1, 0, dist.HashStore())
-            dist.init_process_group("nccl" if gpus else "gloo", *alone)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; check --data {config.data} and --save {config.save}, or start it with torchrun")
-    if not dist.get_rank():
-        world = f"{dist.get_world_size()} ranks {dist.get_backend()}/{device.type}"
-        batch = f"{config.batch} = {replicas} x {config.accum} x {config.batch // replicas // config.accum}"
-        print(f"{Path(__file__).stem} | {world} | {config.size} {config.dtype} | batch {batch}{choices}")
-    torch.manual_seed(config.seed)
-    return device, torch.frombuffer(text, dtype=torch.uint8)
-
-
-def microbatches(config, text, step, device, rank=0, replicas=1):  # (inputs, targets), int64 (b, s)
-    windows = text.unfold(0, config.context + 1, 1)  # every (s + 1) bytes in a row, a view
-    starts = np.random.default_rng((config.seed, step)).integers(len(windows), size=config.batch)
-    tokens = windows[starts.reshape(replicas, config.accum, -1)[rank]].to(device, non_blocking=True).long()
+def microbatches(config, step, device, rank=0, replicas=1):
+    """A rank's --accum pairs (inputs, targets), each (b, s). The batch is the same on any number of ranks."""
+    b, rest = divmod(config.batch, replicas * config.accum)
+    if rest:
+        sys.exit(f"--batch {config.batch}: must be a multiple of its microbatches, {replicas * config.accum}")
+    text = np.memmap(config.data, np.uint8, "r")
+    random = np.random.default_rng((config.seed, step))
+    starts = random.integers(len(text) - config.context, size=(replicas, config.accum, b, 1))[rank]
+    tokens = torch.from_numpy(text[starts + np.arange(config.context + 1)]).to(device).long()
     return zip(tokens[..., :-1], tokens[..., 1:])
 
 
-class Block(nn.Module):  # pre-norm, with a heads: (b, s, h) -> (b, s, h)
-    def __init__(self, heads, width):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (b, s, 3, a, h/a)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (b, a, s, h/a) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):  # tokens (b, s) -> logits (b, s, v); the head is the embedding
+class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, qkv):  # (b, s, 3h) -> (b, s, h)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # (b, heads, s, h / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config, block=Block):
+        super().__init__()
+        torch.manual_seed(config.seed)  # so that all ranks start from the same weights
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.heads, config.width) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for param in self.parameters():
             if param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+        self.to(DTYPES[config.dtype])
 
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens):  # (b, s) -> logits (b, s, v)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens):  # (b, s) -> (b, s, h)
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def head(self, x):  # (b, s, h) -> (b, s, v); reuses the embedding's weight
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def mean_loss(logits, targets):  # mean cross-entropy, in fp32 or fp64
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+def wide(dtype):  # fp32 for bf16, else the same
+    return torch.promote_types(dtype, torch.float32)
 
 
-def print_step(config, step, loss, grad_norm, started):  # each .item() waits for the device: once a step
-    line = f"step {step:>2}/{config.steps} | loss {loss.item():.4f} | grad norm {grad_norm.item():.3f}"
-    ms = 1e3 * (time.perf_counter() - started)
-    if not dist.get_rank():
-        print(f"{line} | {ms:.1f} ms | {config.batch * config.context / ms:.1f} k tok/s")
+def mean_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).to(wide(logits.dtype)), targets.flatten())
 
 
-def save_weights(state_dict, path):  # at the end, on rank 0
-    try:
-        torch.save(state_dict, path)
-    except (OSError, RuntimeError):
-        refuse(f"--save {path}: cannot be written; is the disk full?")
+def squared_norm(grads):  # of all gradients; ranks can add up squares; in fp64, as bf16 would round them
+    return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
+
+
+def print_step(config, step, loss, norm, started):
+    loss, norm = loss.item(), norm.item()  # here, once a step, the host waits for the device
+    if dist.get_rank() == 0:
+        ms = 1e3 * (time.perf_counter() - started)
+        print(f"step {step:2}/{config.steps} | loss {loss:.4f} | grad norm {norm:.3f} | {ms:.1f} ms")
 
 
 # ==== end of the toy model ====
 
 
+class ParallelBlock(Block):
+    def __init__(self, config, group):
+        super().__init__(config)
+        self.group = group
+        self.heads //= dist.get_world_size(group)
+
+    def forward(self, x):  # (b, s, h) -> (b, s, h)
+        qkv = column_parallel(self.norm1(x), self.qkv.weight, self.group) + self.qkv.bias  # (b, s, 3h/t)
+        x = x + add_up(F.linear(self.attention(qkv), self.proj.weight), self.group) + self.proj.bias  # once
+        up = column_parallel(self.norm2(x), self.up.weight, self.group) + self.up.bias  # (b, s, 4h/t)
+        return x + add_up(F.linear(F.gelu(up), self.down.weight), self.group) + self.down.bias
+
+
+class Stage(GPT):  # a rank's part of some blocks; of the first stage the embedding, too, of the last the head
+    def __init__(self, config, groups):
+        super().__init__(config, lambda config: ParallelBlock(config, groups["tensor"]))
+        self.group = groups["tensor"]
+        for name, param in self.named_parameters():
+            if split_of(name):
+                param.data = own_part(param.data, *split_of(name), self.group)
+        rank, stage, n_stages = dist.get_rank(), dist.get_rank(groups["F"]), config.pp
+        self.previous, self.next = rank - config.tp, rank + config.tp
+        self.is_first, self.is_last = stage == 0, stage == n_stages - 1
+        self.n_microbatches = config.accum * config.dp  # of the whole batch
+        stages_of = {"tokens": [0, n_stages - 1], "positions": [0], "norm": [n_stages - 1]}
+        stages_of |= {f"blocks.{i}": [i * n_stages // config.layers] for i in range(config.layers)}
+        for name, stages in stages_of.items():
+            if stage not in stages:
+                self.set_submodule(name, nn.Identity())  # it has no weights, and returns its input
+
+    def forward(self, x, targets):  # x: tokens, or the previous stage's output. Returns its own, or the loss
+        if self.is_first:
+            row, is_here = own_index(x, len(self.tokens.weight), self.group)
+            found = torch.where(is_here[..., None], self.tokens(row), 0)  # one rank has it, the others zeros
+            x = add_up(found, self.group) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        if self.is_last:
+            logits = column_parallel(self.norm(x), self.tokens.weight, self.group)  # (b, s, v/t)
+            x = parallel_loss(logits, targets, self.group) / self.n_microbatches
+            self.total_loss += x.detach()  # of the step
+        return x
+
+
 if __name__ == "__main__":
-    train(parse())
+    train(read_flags(FLAGS))
     dist.destroy_process_group()

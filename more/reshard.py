@@ -1,24 +1,24 @@
 """Reshard: some ranks train, others serve; after each update new weights go from one layout to the other.
 
 Idea
-    Some ranks train a model; others, the servers, use it, as in reinforcement learning. After each update
-    they need the new weights. But each of N trainers holds 1/N of all weights in one flat vector (zero3.py
-    with a single unit), and each of t servers 1/t of each block's matrices, rows or columns of what nn.Linear
-    holds (tensor_parallel.py). Say, servers split a matrix A (4, 2) by rows, and B (2, 4) by columns:
+    Some ranks train a model; others, the servers, use it, as in reinforcement learning (here they compute the
+    same loss, as a check). After each update they need the new weights. But each of N trainers holds 1/N of
+    one flat vector of all weights, as in zero3.py, and each of t servers holds 1/t of each block's matrices,
+    rows or columns, as in tensor_parallel.py. Say, servers split A (4, 2) by rows, and B (2, 4) by columns:
         place in the flat vector        0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
         matrix                          A  A  A  A  A  A  A  A  B  B  B  B  B  B  B  B
         which of 3 trainers holds it    0  0  0  0  0  0  1  1  1  1  1  1  2  2  2  2
         which of 2 servers needs it     0  0  0  0  1  1  1  1  0  0  1  1  0  0  1  1
-    So trainer 1 sends 8 and 9 to server 0, and 6, 7, 10 and 11 to server 1. All this follows
-    from shapes: it is planned once. (Cross-mesh resharding, arXiv 2211.05322; HybridFlow, arXiv 2409.19256)
+    So trainer 1 sends 8 and 9 to server 0, and 6, 7, 10 and 11 to server 1. All this follows from shapes
+    alone: it is planned once. (Cross-mesh resharding, arXiv 2211.05322; HybridFlow, arXiv 2409.19256)
 
 Timeline
     trainers | forward 3, backward 3, update | send    | forward 4, backward 4, update | send    | ...
      servers | loss of batch 3               | receive | loss of batch 4               | receive | ...
 
-Memory (bytes on each of N trainers; P parameters; besides 8 for each weight that it sends, its place)
-    parameters    4P/N+wP     the shard, and all, for a microbatch (w = 4 in fp32, 2 in bf16)
-    gradients     4P/N+2wP    the shard's, and all, once more in one piece, as sent
+Memory (bytes on each of N trainers; P parameters; its plan comes on top: 8 for each weight that it sends)
+    parameters    4P/N+wP     the shard; all weights, for a microbatch (w = 4 in fp32, 2 in bf16)
+    gradients     4P/N+2wP    the shard's; all, and all once more in one piece, to be sent
     optimizer     8P/N        AdamW's two moments
 
 Sent (bytes, by each trainer in each step of k = --accum microbatches of b sequences)
@@ -26,7 +26,7 @@ Sent (bytes, by each trainer in each step of k = --accum microbatches of b seque
     all-gather        kwP(N-1)/N
     all-gather        (k+1)wP(N-1)/N      with --naive
     send              wtD/N               on average; a server needs D = (P-r)/t+r weights
-    send              wtD                 with --naive: by trainer 0
+    send              wtD                 with --naive: trainer 0 sends all
     all-reduce        4kwNbsLh(t-1)/t     by each server, for the whole batch: L layers, h width, s context
     Servers do not split r = (6L+2+s+v)h weights: norms, biases of proj and down, embeddings (v tokens).
 
@@ -128,14 +128,14 @@ def naive(holder, shapes, config):
     holder.free()
 
 
-# Between steps, too, trainers need room for all weights. And everything that servers need leaves trainer 0,
-# over one link, while the other trainers wait.
+# All weights are gathered once more. And everything that servers need leaves trainer 0, over one link, while
+# the other trainers wait.
 
 
 def intersection(trainer, server, shapes, config):
     """Places in the trainer's shard of what the server needs, in the server's order."""
     sizes = [shape.numel() for shape in shapes.values()]
-    places = torch.arange(sum(sizes))  # in the flat vector; cut as weights are, what is left are the places
+    places = torch.arange(sum(sizes))  # in the flat vector; cut as weights are, they say which a server needs
     named = zip(shapes.items(), places.split(sizes))
     parts = [part_of(name, part.view(shape), server, config) for (name, shape), part in named]
     needed = torch.cat([part.flatten() for part in parts])

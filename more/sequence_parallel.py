@@ -1,39 +1,39 @@
-"""Sequence parallelism: tensor parallelism in which norms and residuals are split, too, by tokens.
+"""Sequence parallelism: tensor parallelism that also splits norms and residual sums, by tokens.
 
 Idea
-    In tensor_parallel.py all ranks compute the same norms and sums, and keep their inputs for backward. Here
-    each rank does so for its own 1/N of each sequence. A column-parallel matrix needs all tokens, so an
-    all-gather comes before it; after a row-parallel one, a reduce-scatter gives each rank the sum for its own
-    tokens. These two send as much as the all-reduce did. Backward needs the gathered input, too, for the
-    weight's gradient: it is gathered once more, so that no rank keeps it. (Reducing Activation Recomputation
-    in Large Transformer Models, arXiv 2205.05198, section 4.2.2)
+    In tensor_parallel.py all ranks compute the same norms and residual sums, and keep their inputs. Here each
+    rank does this only for its own 1/N of each sequence. A column-parallel matrix (each rank has 1/N of its
+    outputs) needs all tokens, so an all-gather comes before it; after a row-parallel one (1/N of the inputs),
+    a reduce-scatter gives each rank the sum for its own tokens. These two send as much as the all-reduce that
+    they replace. Backward needs the gathered input again, for the weight's gradient. No rank keeps it: it is
+    gathered once more. (arXiv 2205.05198, section 4.2.2)
 
 Timeline (backward of an MLP)
-    compute |                    | down, gelu, up: gradient of x | up: gradient of weight        | norm, ...
-    network | gather: gradient   | gather: x                     | reduce-scatter: gradient of x |
+    compute |                  | down, gelu | up: gradient of x | up: gradient of weight        | norm, ...
+    network | gather: gradient |            | gather: x         | reduce-scatter: gradient of x |
 
 Memory (bytes on each of N ranks; P parameters, of which r = (6L+2+s)h are replicated)
     parameters     w((P-r)/N+r)        w = 4 in fp32, 2 in bf16
     parameters     +4((P-r)/N+r)       with --dtype bf16: master weights
-    gradients      4((P-r)/N+r)        also of what is fp32 in bf16
+    gradients      4((P-r)/N+r)        in bf16, too: the update makes fp32 copies
     optimizer      8((P-r)/N+r)        AdamW's two moments
     activations    bs(8+((16L+2)wh+4(4L+2+aL+v))/N)
     activations    bs(8+(2L+1)wh+((14L+1)wh+4(4L+2+aL+v))/N)     with --naive
     L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch. All is split but the
-    loss's sums. In tensor_parallel.py 4L+2 of the 16L+2 are not: on 8 ranks that is 2.75 times as much.
+    loss's sums. In tensor_parallel.py 4L+2 of the 16L+2 are not: blocks keep 2.75 times as much on 8 ranks.
 
 Sent (bytes, by each rank in each step of k microbatches)
-    reduce-scatter    k(4L+2)wbsh(N-1)/N    2 a block in each direction; embedding, head
-    all-gather        k(6L+3)wbsh(N-1)/N    as many in each direction, and the inputs once more
+    reduce-scatter    k(4L+2)wbsh(N-1)/N    2 per block in forward, 2 in backward; embedding, head
+    all-gather        k(6L+3)wbsh(N-1)/N    as many, and in backward the inputs once more
     all-gather        k(4L+2)wbsh(N-1)/N    with --naive
-    all-reduce        2(wr+12kbs)(N-1)/N    gradients of what is replicated; the loss 3 per token
+    all-reduce        2(wr+12kbs)(N-1)/N    gradients of what is replicated; the loss: 3 numbers per token
 
 Run
-    torchrun --nproc_per_node=2 more/sequence_parallel.py    # add --naive: nothing overlaps
+    torchrun --nproc_per_node=2 more/sequence_parallel.py    # --naive: inputs stay, nothing overlaps
     torchrun --nproc_per_node=8 more/sequence_parallel.py --size gpt2-xl --heads 40 --dtype bf16
 
 Left out
-    What tensor_parallel.py leaves out. Dropout, which needs other random numbers for each rank's tokens.
+    What tensor_parallel.py leaves out. Dropout, which needs different random numbers on each rank.
 """
 
 import argparse

@@ -2,15 +2,15 @@
 
 Idea
     In ddp.py all microbatches have equally many tokens, so the mean of their mean losses is the batch's mean.
-    Documents are not equally long. (Here a document is a line: a sequence counts until its first line ends;
-    the targets after it are ignored, as padding would be.) If each microbatch divides by its own tokens, a
-    token in a short one weighs more. So before the first backward an all-reduce counts the tokens of all
-    ranks; then each microbatch's sum of losses is divided by this count.
+    Documents are not equally long. (Here a document is a line: of a sequence only the targets up to the first
+    newline have a loss; the others are ignored, as padding would be.) If each microbatch divides by its own
+    number of tokens, a token in a microbatch with few of them weighs more. So before the first backward an
+    all-reduce counts the tokens of all ranks; each microbatch's sum of losses is divided by this count.
 
-    Computing on padding is wasted work. So documents are packed: put into a row until it is full. As the file
-    is lines in a row, --pack need only use all of them. A token attends only to its own document (The Llama 3
-    Herd of Models, arXiv 2407.21783, section 3.2), and positions restart in each. Then all rows have equally
-    many tokens again, and both ways are the same.
+    Computing on padding is wasted work. So documents are packed, one after the other, into rows of the same
+    length. The toy's sequences are such rows already, as the file is line after line: --pack only ignores no
+    target. A token attends only to its own document (The Llama 3 Herd of Models, arXiv 2407.21783, section
+    3.2), and positions restart in each. All rows have equally many tokens again, and the two means agree.
 
 Timeline
     compute | count |            | forward | backward | forward | backward | ... |            | update
@@ -23,7 +23,7 @@ Memory (bytes on each of N ranks; P parameters)
     optimizer     8P            AdamW's two moments
 
 Sent (bytes, by each rank in each step)
-    all-reduce    2wP(N-1)/N    as in ddp.py; the number of tokens comes on top
+    all-reduce    2wP(N-1)/N    as in ddp.py; and two numbers, the count and the loss
 
 Run
     torchrun --nproc_per_node=2 more/uneven.py
@@ -31,9 +31,8 @@ Run
     torchrun --nproc_per_node=2 more/uneven.py --pack
 
 Left out
-    Buckets and overlap (ddp.py). Kernels that skip hidden scores (FlexAttention): here all are computed.
-    Ranks with different numbers of microbatches: if each communicates, as in zero3.py, all must run the same
-    number. A newline's own prediction, the first token of the next document, counts with --pack.
+    Buckets and overlap (ddp.py). Kernels that skip masked scores (FlexAttention): here all are computed.
+    Ranks with different numbers of microbatches. With --pack a newline predicts the next document's begin.
 """
 
 import argparse
@@ -50,15 +49,13 @@ import torch.nn.functional as F
 
 FLAGS = {"naive": False, "pack": False}
 NEWLINE = ord("\n")  # the last token of a document
-PADDING = -100  # a target that F.cross_entropy does not count
+PADDING = -100  # a target that F.cross_entropy ignores
 
 
 def naive(logits, targets, n_microbatches):
-    """A microbatch's part of a mean of means."""
+    """A microbatch's part of a mean of means: a token in a microbatch of 10 weighs as much as 100 in one of
+    1000."""
     return mean_loss(logits, targets) / n_microbatches
-
-
-# With this, a token in a microbatch of 10 weighs 100 times as much as one in a microbatch of 1000.
 
 
 def part_of_mean(logits, targets, n_tokens):
@@ -67,11 +64,15 @@ def part_of_mean(logits, targets, n_tokens):
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") / n_tokens
 
 
+def document_of(tokens):
+    """The number of each token's document in its row, (b, s). A newline belongs to the document it ends."""
+    is_end = (tokens == NEWLINE).long()
+    return is_end.cumsum(1) - is_end
+
+
 def one_document(targets):
-    """In each row only the first document counts."""
-    is_end = targets == NEWLINE
-    earlier_ends = is_end.cumsum(1) - is_end.long()  # a newline is still of its document
-    return targets.masked_fill(earlier_ends > 0, PADDING)
+    """In each row only the first document has a loss."""
+    return targets.masked_fill(document_of(targets) > 0, PADDING)
 
 
 def train(config):
@@ -83,7 +84,7 @@ def train(config):
     optimizer = MasterWeights(params, config.lr)
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        batches = list(microbatches(config, step, device, rank, world_size))
+        batches = list(microbatches(config, step, device, rank, world_size))  # all are counted first
         if not config.pack:
             batches = [(inputs, one_document(targets)) for inputs, targets in batches]
         n_tokens = sum(targets.ne(PADDING).sum() for _, targets in batches)
@@ -97,7 +98,7 @@ def train(config):
             loss.backward()
             total_loss += loss.detach()
         for param in params:
-            dist.all_reduce(param.grad)
+            dist.all_reduce(param.grad)  # a sum: the losses are divided by the count of all ranks
         norm = squared_norm([param.grad for param in params]).sqrt()
         nn.utils.clip_grads_with_norm_(params, config.clip, norm)
         optimizer.step()  # which sets the gradients to None, too
@@ -274,12 +275,10 @@ class PackedGPT(GPT):
     """The toy model for rows of several documents, which do not see one another."""
 
     def forward(self, tokens):
-        is_end = (tokens == NEWLINE).long()
-        document = is_end.cumsum(1) - is_end  # the number of each token's document in its row, (b, s)
-        is_visible = (
-            document[:, :, None] == document[:, None, :]
-        ).tril()  # (b, the token that looks, the token seen)
-        self.places = is_visible.sum(2) - 1  # how many of its document come before a token
+        document = document_of(tokens)
+        is_same = document[:, :, None] == document[:, None, :]
+        is_visible = is_same.tril()  # (b, query, key): of the same document, and no later
+        self.places = is_visible.sum(2) - 1  # how many tokens of its document come before a token
         for block in self.blocks:
             block.is_visible = is_visible[:, None]  # the same for all heads
         return super().forward(tokens)

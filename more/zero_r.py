@@ -1,11 +1,11 @@
-"""ZeRO-R: activation checkpointing, with each block's input split across ranks that have the same one.
+"""ZeRO-R: activation checkpointing; each block's input is split across ranks that all have the same input.
 
 Idea
     In checkpointing.py a rank keeps the input of each block, and recomputes the rest. Tensor-parallel ranks,
-    which share the work of each layer, all have the same inputs. So each keeps 1/N of an input, on the device
-    or on the host, and before the block is recomputed an all-gather brings the whole. While a block runs
-    again, and backward, the previous block's input travels. (ZeRO's P_a and P_a+cpu, arXiv 1910.02054,
-    section 6.1) Here the ranks are not tensor-parallel, but simply do the same: same batch, same weights.
+    which share the work of each layer, all have the same inputs. So each keeps 1/N of it, on the device or on
+    the host, and before the block is recomputed an all-gather restores the whole. While a block is recomputed
+    and runs backward, the previous block's input is gathered. (ZeRO's P_a and P_a+cpu, arXiv 1910.02054,
+    section 6.1) Here ranks stand in for tensor-parallel ones: all do the same, on the same batch.
 
 Timeline (the last two of 4 blocks)
     compute | forward 3 | forward 4 | loss |          | recompute 4, backward 4 | recompute 3, backward 3
@@ -16,8 +16,8 @@ Memory (bytes on each of N ranks; P parameters, L blocks, h width, v vocabulary,
     parameters     +4P       with --dtype bf16: master weights
     gradients      4P        also in bf16: the update makes fp32 copies of them
     optimizer      8P        AdamW's two moments
-    activations    bs((L/N+2)wh+4(2+v))    1/N of the blocks' inputs; the last norm and the loss, as in
-                                           checkpointing.py
+    activations    bs((L/N+2)wh+4(2+v))    1/N of the blocks' inputs; then the last norm and the loss, as
+                                           in checkpointing.py. Offloaded, the inputs are on the host
     activations    bs((L+2)wh+4(2+v))      with --policy full: the whole inputs
 
 Sent (bytes, by each rank in each step of k microbatches)
@@ -30,7 +30,7 @@ Run
 
 Left out
     Copies to and from the host beside the computation (more/offload.py has a stream for them). ZeRO-R's
-    buffers of constant size, and its defragmentation (sections 6.2 and 6.3).
+    constant-size buffers and defragmentation (sections 6.2 and 6.3).
 """
 
 import argparse
@@ -62,19 +62,16 @@ class Whole:
         return self.x
 
 
-# But all ranks keep the same.
-
-
 class Shard:
-    """Keeps this rank's 1/N of a block's input."""
+    """Keeps this rank's 1/N of a block's input, as all ranks have the same."""
 
-    latest = None  # the last one in this forward
+    latest = None  # the newest: each links to that of the block before
 
     def __init__(self, x, on_host):
         self.shape, self.requires_grad, self.device = x.shape, x.requires_grad, x.device
         size = -(-x.numel() // dist.get_world_size())  # rounded up
         own = x.detach().flatten()[dist.get_rank() * size :][:size]
-        self.shard = F.pad(own, (0, size - len(own)))  # a copy, always: a view would keep all of x
+        self.shard = F.pad(own, (0, size - len(own)))  # always a copy: a view would keep all of x
         if on_host:
             shard = torch.empty(size, dtype=x.dtype, pin_memory=x.is_cuda)
             self.shard = shard.copy_(self.shard, non_blocking=True)
@@ -89,10 +86,10 @@ class Shard:
             self.gathering = all_gather(self.flat, own, async_op=True)
 
     def get(self):
-        self.start_gather()
+        self.start_gather()  # unless the next block has started it
         self.gathering.wait()
         if self.previous:
-            self.previous.start_gather()  # it travels while this block runs again, and backward
+            self.previous.start_gather()  # it travels while this block is recomputed and runs backward
         Shard.latest = self.previous = None  # the next forward begins anew
         x = self.flat[: self.shape.numel()].view(self.shape)
         self.flat = self.gathering = None
@@ -128,7 +125,7 @@ def recompute(function, args, random_states, n):
     def keep(tensor):
         saved.append(tensor.detach())  # without the graph of this run
         if len(saved) == n:
-            raise AllSaved  # a linear layer saves its inputs before it runs: the last one never does
+            raise AllSaved  # stop: all is saved, and the block's output is not needed
         return tensor.detach()
 
     states_now = get_random_states()

@@ -31,7 +31,6 @@ def check_parity(name, size=2, flags="--accum 3", own_flags=""):
 def check_masters(name, size=2):
     """In bf16, steps too small for a bf16 weight add up in an fp32 copy of it."""
     flags = f"{TINY} --steps 8 --lr 2e-5 --clip inf --batch 24 --accum 2"
-    flags += " --optim adamw" * ("--optim" in spec(name).flags)
     _, start = oracle(name, f"{flags} --steps 1 --lr 0")
     _, plain = oracle(name, flags)
     _, weights = train(name, size, f"{flags} --dtype bf16")
@@ -91,7 +90,7 @@ def slack(name, weights, size, flags):
 
 def check_ledger(name, size=4, flags="--accum 3", job=f"{TINY} --steps 2 --batch 36"):
     """Bytes held and sent are the formulas of the docstring."""
-    result, weights = train(name, size, f"{job} {flags}", watched=True)
+    result, weights = train(name, size, f"--dtype fp32 {job} {flags}", watched=True)
     slack_of, otherwise = slack(name, weights, size, flags)
     for part, row in result["held"].items():
         more = row["measured"] - row["formula"]
@@ -110,8 +109,7 @@ def end_of(name, flags):
     """On a rank: (exit code, lines on stderr, losses and norms)."""
     lesson, steps = load(name), []
     lesson.print_step = lambda config, step, loss, norm, started: steps.append((loss.item(), norm.item()))
-    with mock.patch("time.sleep"):
-        _, lines, code = said(lambda: lesson.train(lesson.parse(flags.split())))
+    _, lines, code = said(lambda: lesson.train(lesson.parse(flags.split())))
     if isinstance(code, str):  # sys.exit("what is wrong") says it on stderr, and ends with 1
         lines, code = [*lines, code], 1
     return code, lines, steps

@@ -81,8 +81,6 @@ def begin(rank, size, store):
     gc.freeze()  # all that the fork has brought: collections of each rank would copy its pages
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    sleep = time.sleep
-    time.sleep = lambda seconds: seconds != 5 and sleep(seconds)  # refuse() waits so long for rank 0
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     dist.init_process_group = lambda *_: None  # a lesson's ranks have met
 

@@ -44,7 +44,7 @@ LAZY = [
     ("uneven", "/ n_tokens", "/ targets.ne(PADDING).sum()", "losses"),
     ("uneven", "/ n_tokens", "/ n_tokens * dist.get_world_size()", ", 2.0000"),
     ("uneven-packed", "document[:, :, None] == document[:, None, :]", "document[:, :, None] >= 0", "--pack"),
-    ("uneven-packed", "is_end.cumsum(1) - is_end", "is_end.cumsum(1)", "--pack"),
+    ("uneven-packed", "is_same.tril()", "is_same", "--pack"),
     ("zero1", "async_op=True)", "async_op=True); self.reducing.wait()", "hides each reduce-scatter"),
     ("zero1", "", """
     self.received = self.flatten([param.grad for param in self.params])
@@ -102,73 +102,62 @@ LAZY = [
     work, own = start_gather(x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone())[0], (
         x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone())""", "bytes sent"),
     ("sequence_parallel", "return own", "return own / dist.get_world_size()", "2 ranks: losses"),
+    ("fsdp_tp", 'group=MESH["row"]', 'group=MESH["column"]', "2 ranks"),
+    ("fsdp_tp", "gradients, group=self.group, async_op=True)",
+     "gradients, group=self.group, async_op=True); self.reducing.wait()", "hides each reduce-scatter"),
     ("context_parallel", "", """
-    total = lse.exp() + block_lse.exp()
-    out.copy_((out * lse.exp() + block * block_lse.exp()) / total)
+    total = lse.exp() + scores.exp().sum(-1, keepdim=True)
+    out.copy_((out * lse.exp() + scores.exp() @ v) / total)
     lse.copy_(total.log())""", "--lr 10"),
-    ("context_parallel", "", """
-    out.copy_((out + block) / 2)
-    lse.copy_(torch.logaddexp(lse, block_lse))""", "losses"),
-    ("context_parallel-keys", "", """
-    for i, queries in zip(self.chunks[self.rank], self.slots):
-        for j, keys in zip(self.chunks[rank], self.slots):
-            places = torch.arange(self.length)
-            is_later = i * self.length + places[:, None] < j * self.length + places
-            is_same = self.documents[:, i, :, None] == self.documents[:, j, None]
-            mask = torch.where(is_same & ~is_later, 0.0, -1e30).to(q.dtype)
-            yield queries, keys, mask[:, None].expand(*q.shape[:2], -1, -1), False""", "computed twice"),
-    ("context_parallel-keys", "mask(i, j, q), i == j", "mask(i, j, q), False", "losses"),
-    ("context_parallel-gather", "dist.all_to_all_single(received, parts, group=layout.group)",
-     "dist.all_reduce(parts, group=layout.group); received = parts[layout.rank][None]", "bytes sent"),
-    ("context_parallel-gather", "received.sum(0)", "received.mean(0)", "gradient norm of step 1"),
+    ("context_parallel", "out.mul_((lse - new_lse).exp())", "pass", "losses"),
+    ("context_parallel-visible", "both if other == rank else early", "both", "2 ranks: losses"),
+    ("context_parallel-visible", "both if other <= rank else slice(0)", "both", "with --kind ring"),
+    ("context_parallel-gather", "reduce_scatter(own, grad.contiguous())",
+     "dist.all_reduce(grad := grad.contiguous()); own.copy_(grad.view(-1, *own.shape)[dist.get_rank()])",
+     "bytes sent, all-reduce"),
+    ("context_parallel-gather", "reduce_scatter(own, grad.contiguous())",
+     "own.copy_(grad.view(-1, *own.shape)[dist.get_rank()])", "gradient norm of step 1"),
     ("expert_parallel", "expert(torch.cat(pieces[own]))",
      "expert(torch.cat([*pieces[own], rows]))[: arriving[:, i].sum()]", "bytes held, a"),
     ("expert_parallel", "slice(i, None, len(self.experts))",
      "slice(i * ep, (i + 1) * ep)", "2 ranks"),
-    ("expert_zero", "dist.get_world_size()", "self.n_shards", "losses"),
-    ("expert_zero", "1 / dist.get_world_size()", "1", "the gradient norm of step 1 is"),
+    ("expert_zero", "unit.flat = None", "pass", "bytes held, parameters"),
+    ("expert_zero", "reduce_scatter(received, unit.flatten(gradients), group=unit.group)",
+     "flat = unit.flatten(gradients); dist.all_reduce(flat, group=unit.group); "
+     "received = flat.chunk(dist.get_world_size(unit.group))[dist.get_rank(unit.group)]", "bytes sent"),
     ("checkpointing", "raise AllSaved", "pass", "computed twice"),
     ("checkpointing", "return tensor.detach()", "return tensor", "bytes held"),
     ("zero_r", "own.new_empty(len(own) * dist.get_world_size())",
      "own.repeat(dist.get_world_size()); dist.all_reduce(own.clone())", "bytes sent"),
     ("zero_r", "async_op=True)", "async_op=True); self.gathering.wait()", "hides each all-gather"),
-    ("fusion", "weighted * correction + exps", "weighted + exps", "--context 300"),
+    ("fusion", "weighted * correction + exps", "weighted + exps", "--tile 20"),
     ("fusion", "", """
-    tile = scores(q, k, True)
-    lse = tile.logsumexp(-1, keepdim=True)
-    out = (tile - lse).exp().to(v) @ v
+    scores = scores_of(q, k)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = (scores - lse).exp().to(v.dtype) @ v
     ctx.save_for_backward(q, k, v, out, lse)
+    ctx.tile = tile
     return out""", "bytes held, a"),
     ("pipeline", "", 'return "F" * k + "B" * k', "bytes held, a"),
     ("pipeline", "", 'return "FB" * k', "no rank waits longer"),
     ("pipeline-actions", "", "naive(stage, batch, message)", "no rank waits longer"),
     ("pipeline-actions", "in_flight.pop(0)", "in_flight.pop()", "gradient norm of step 1"),
     ("zero_bubble", "", """
-    output = F.linear(x, layer.weight.detach(), layer.bias).requires_grad_()
-
-    def add(grad):
-        product = grad.flatten(0, -2).t() @ x.detach().flatten(0, -2)
-        layer.weight.grad = product if layer.weight.grad is None else layer.weight.grad + product
-
-    output.register_hook(add)
+    output = F.linear(x, self.weight.detach(), self.bias)
+    output.register_hook(lambda grad: self.weight.backward(grad.flatten(0, 1).T @ x.detach().flatten(0, 1)))
     return output
     ---
-    self.later.popleft()""", "no rank waits longer"),
-    ("zero_bubble", "layer.weight.detach()", "layer.weight", "gradient norm of step 1"),
-    ("zero_bubble-schedule", "", """
-    ahead = min(n_ranks - 1 - rank, n_microbatches)
-    return "F" * ahead + "FBW" * (n_microbatches - ahead) + "BW" * ahead""", "no rank waits longer"),
-    ("zero_bubble-schedule", "", """
-    ahead = min(depth * (n_ranks - 1 - rank), n_microbatches)
-    both = n_microbatches - ahead
-    return "F" * ahead + "FB" * both + "B" * ahead + "W" * n_microbatches""", "bytes held, a"),
-    ("pipeline_v", "", 'return "FfbWBW" * n_microbatches', "no rank waits longer"),
+    pass""", "no rank waits longer"),
+    ("zero_bubble", "self.weight.detach()", "self.weight", "gradient norm of step 1"),
+    ("zero_bubble-schedule", '"W": depth * (world_size - 1)', '"W": depth * (world_size - 1 - rank)',
+     "no rank waits longer"),
+    ("zero_bubble-schedule", "", 'first = {"F": 0, "B": k, "W": k}', "bytes held, a"),
+    ("pipeline_v", "", 'return "FfbWBW" * k', "no rank waits longer"),
     ("pipeline_v", "", """
-    ops = "F" * (2 * (n_ranks - rank) - 1) + "fF" * rank + "fb" * (n_ranks - rank)
-    ops += "FBfb" * (n_microbatches - n_ranks) + "Bb" * rank + "B" * (n_ranks - rank)
-    return ops + "W" * (2 * n_microbatches)""", "bytes held, a"),
-    ("parallel_3d", "np.moveaxis(ranks, axis, -1)", "np.moveaxis(ranks, axis, 0)", "ranks"),
-    ("parallel_3d", "np.moveaxis(ranks, axis, -1)", "ranks", "ranks"),
+    half = "W" if schedule == "zb-v" else ""
+    return "F" * k + "f" * k + f"b{half}" * k + f"B{half}" * k""", "bytes held, a"),
+    ("parallel_3d", "ranks.movedim(dim, -1)", "ranks.movedim(dim, 0)", "2 ranks"),
+    ("parallel_3d", "ranks.movedim(dim, -1).flatten(0, -2)", "ranks.view(-1, ranks.shape[dim])", "4 ranks"),
     ("reshard", "(needed >= held[0]) & ", "", "3 ranks"),
     ("reshard", "", "return torch.arange(-(-sum(map(torch.Size.numel, shapes.values())) // config.trainers))",
      "4 ranks"),
@@ -177,7 +166,7 @@ LAZY = [
     ("resume", "max(file_start, rank_start)", "rank_start", "it ends well"),
     ("resume", "i * in_file", "0", "weights are the lesson's"),
     ("survive", 'all(vote == "yes" for vote in votes.values())', "True", "it ends well"),
-    ("survive", " if votes[worker]}", "}", "it ends well"),
+    ("survive", " if votes[worker] is not None}", "}", "it ends well"),
     ("survive-share", "n_parts", "dist.get_world_size()", "weights are the lesson's"),
     ("survive-share", "config.accum * n_parts", "n_parts", ", 3.0000"),
 ]  # fmt: skip
@@ -391,6 +380,26 @@ HONEST = [  # the same, but nothing is said
     target = (logits.gather(-1, column[..., None])[..., 0] - largest) * is_here
     both = add_up(torch.stack([(lse - largest).exp(), target]))
     return (both[0].log() - both[1]).sum() / targets.numel()"""),
+    ("fsdp_tp", "", """
+    dist.all_reduce(x.data, dist.ReduceOp.SUM, MESH["row"])
+    return x
+    ---
+    flat = torch.cat([param.grad.reshape(-1) for param in self.params])
+    for param in self.params:
+        param.grad = None
+    size = len(self.shard) * dist.get_world_size(self.group)
+    self.received = flat.new_empty(self.shard.shape)
+    flat = F.pad(flat, (0, size - len(flat)))
+    self.reducing = reduce_scatter(self.received, flat, group=self.group, async_op=True)
+    ---
+    if self.flat is not None:
+        return
+    ranks, rank = dist.get_process_group_ranks(self.group), dist.get_rank()
+    self.flat = self.nan.repeat(len(ranks) * len(self.shard))
+    UNIT_OF[self.flat.untyped_storage()] = self
+    own = self.flat.view(len(ranks), -1)[ranks.index(rank)]
+    own[:] = self.shard.detach()
+    self.gathering = all_gather(self.flat, own, group=self.group, async_op=True)"""),
     ("sequence_parallel", "", """
     size = dist.get_world_size()
     parts = [torch.empty_like(x) for _ in range(size)]
@@ -401,23 +410,25 @@ HONEST = [  # the same, but nothing is said
     reduce_scatter(own, torch.cat(x.chunk(dist.get_world_size(), 1)))
     return own"""),
     ("context_parallel", "", """
-    both = torch.logaddexp(lse, block_lse)
-    out.mul_((lse - both).exp()).add_(block.to(out.dtype) * (block_lse - both).exp())
-    lse.copy_(both)"""),
-    ("context_parallel-keys", "", """
-    for i, queries in zip(self.chunks[self.rank], self.slots):
-        for j, keys in zip(self.chunks[rank], self.slots):
-            if self.sees[i][j] != 0:
-                yield queries, keys, self.mask(i, j, q), i == j"""),
+    block_lse = scores.logsumexp(-1, keepdim=True)
+    out.lerp_((scores - block_lse).exp() @ v, torch.sigmoid(block_lse - lse))
+    lse.copy_(torch.logaddexp(lse, block_lse))"""),
+    ("context_parallel-visible", "", """
+    if other == rank:
+        return slice(0, length), slice(0, length)
+    if kind == "ring":
+        return slice(0, length), slice(0, length if other < rank else 0)
+    half = length // 2
+    return slice(half * (other > rank), length), slice(0, half if other < rank else length)"""),
     ("context_parallel-gather", "", """
-    flat = kv.new_empty(layout.world_size * kv.shape[0], *kv.shape[1:])
-    all_gather(flat, kv, group=layout.group)
-    return list(enumerate(flat.chunk(layout.world_size)))
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own.contiguous())
+    return torch.cat(parts)
     ---
-    parts = torch.cat(list(grads))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=layout.group)
-    return sum(received.chunk(layout.world_size))"""),
+    parts = grad.contiguous().chunk(dist.get_world_size())
+    own = torch.zeros_like(parts[0])
+    reduce_scatter(own, torch.cat(parts))
+    return own"""),
     ("expert_parallel", "", """
     ranks, mine = dist.get_process_group_ranks(self.group), dist.get_rank(self.group)
     counts = counts[ranks].unflatten(1, (len(ranks), -1))
@@ -429,7 +440,19 @@ HONEST = [  # the same, but nothing is said
     parts = rows[order].split(counts[:, mine].sum(0).tolist())
     outputs = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts)])
     return AllToAll.apply(outputs[order.argsort()], received, sent, self.group)"""),
-    ("expert_zero", "", "self.shard.grad += gradient / dist.get_world_size()"),
+    ("expert_zero", "", """
+    ctx.unit, weights, begin = unit, [], 0
+    unit.gather()
+    for shape in unit.shapes.values():
+        weights.append(unit.flat[begin : begin + shape.numel()].view(shape))
+        begin += shape.numel()
+    return tuple(weights)
+    ---
+    flat = ctx.unit.flatten(gradients)
+    ctx.unit.flat = None
+    received = flat.new_empty(len(ctx.unit.shard))
+    reduce_scatter(received, flat, group=ctx.unit.group)
+    return received.to(ctx.unit.shard), None"""),
     ("checkpointing", "", """
     tensors, states_now = [], get_random_states()
 
@@ -467,7 +490,17 @@ HONEST = [  # the same, but nothing is said
     x = flat[: self.shape.numel()].reshape(self.shape)
     x.requires_grad_(self.requires_grad)
     return x"""),
-    ("fusion", "weighted * correction + exps.to(v) @ v_j", "exps.to(v).matmul(v_j) + correction * weighted"),
+    ("fusion", "", """
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf, dtype=wide(q.dtype))
+    for i, (q_i, out_i, lse_i) in enumerate(tiles(tile, q, out, lse)):
+        for j, (k_j, v_j) in enumerate(tiles(tile, k, v)[: i + 1]):
+            scores = scores_of(q_i, k_j, i == j).to(lse.dtype)
+            both = torch.logaddexp(lse_i, scores.logsumexp(-1, keepdim=True))
+            out_i.copy_(out_i * (lse_i - both).exp() + (scores - both).exp().to(v.dtype) @ v_j)
+            lse_i.copy_(both)
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.tile = tile
+    return out"""),
     ("pipeline", "", """
     if schedule == "naive":
         return "FB" * k
@@ -503,27 +536,37 @@ HONEST = [  # the same, but nothing is said
     for work in works:
         work.wait()"""),
     ("zero_bubble", "", """
-    ...
+    output = F.linear(x, self.weight.detach(), self.bias)
+    inputs = x.detach()
+    output.register_hook(lambda grad: self.factors.append((inputs, grad)))
+    return output
     ---
-    todo = self.later.popleft()
-    while todo:
-        weight, grad, x = todo.pop()
-        columns, rows = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
-        old = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        weight.grad = torch.addmm(old, columns, rows)"""),
+    x, grad = (each.reshape(-1, each.shape[-1]) for each in self.factors.pop(0))
+    old = torch.zeros_like(self.weight) if self.weight.grad is None else self.weight.grad
+    self.weight.grad = torch.addmm(old, grad.t(), x)"""),
     ("zero_bubble-schedule", "", """
-    first = {"F": 0, "B": depth * (n_ranks - 1 - rank), "W": depth * (n_ranks - 1)}
-    when = [(first[op] + j, "FBW".index(op), op) for op in "FBW" for j in range(n_microbatches)]
-    return "".join(op for _, _, op in sorted(when))"""),
+    to_end = world_size - 1 - rank
+    first = {"F": 0, "B": to_end * depth, "W": (to_end + rank) * depth}"""),
     ("pipeline_v", "", """
-    below = n_ranks - 1 - rank
+    below, to_come = world_size - 1 - rank, -(-k // world_size) * world_size
+    if schedule == "gpipe":
+        return "".join(letter * k for letter in "FfbB")
+    if schedule == "interleaved":
+        groups = range(to_come // world_size)
+        forwards = "".join("F" * world_size + "f" * world_size for _ in groups)
+        backwards = forwards.swapcase().replace("F", "B").replace("f", "b")
+        begin = min(world_size + 2 * below, 2 * to_come)
+        both = "".join(f + b for f, b in zip(forwards[begin:], backwards))
+        return forwards[:begin] + both + backwards[2 * to_come - begin :]
     phases = [("F", 2 * below + 1), ("fF", rank), ("fbW", below + 1)]
-    phases += [("FBWfbW", n_microbatches - n_ranks), ("Bb", rank), ("BW", below + 1), ("W", 2 * rank)]
-    return "".join(ops * times for ops, times in phases)"""),
+    phases += [("FBWfbW", k - world_size), ("Bb", rank), ("BW", below + 1), ("W", 2 * rank)]
+    return "".join(letters * times for letters, times in phases)"""),
     ("parallel_3d", "", """
-    lines = np.swapaxes(ranks, axis, 2).reshape(-1, ranks.shape[axis])
-    groups = {tuple(line): dist.new_group(line, group_desc=name) for line in lines.tolist()}
-    return next((groups[line] for line in groups if dist.get_rank() in line), None)"""),
+    own = None
+    for row in ranks.transpose(dim, 2).reshape(-1, ranks.shape[dim]).tolist():
+        group = dist.new_group(row, group_desc=name)
+        own = group if dist.get_rank() in row else own
+    return own"""),
     ("reshard", "", """
     parts, first = [], 0
     for name, shape in shapes.items():

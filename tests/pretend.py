@@ -224,10 +224,8 @@ class Gpu(TorchDispatchMode, Rank):
         lesson = super().load_lesson()
         if hasattr(lesson, "MoE"):
             lesson.MoE.all_gather_counts = partialmethod(even_counts, lesson.MoE.all_gather_counts)
-        if {"ZeRO3", "HSDP", "ExpertZeRO"} & vars(lesson).keys():  # param.data moves to a GPU
-            for part in {"GPT", "MoE"} & vars(lesson).keys():
-                on_gpu = device_decorator(torch.device("pretend:0"), getattr(lesson, part).__init__)
-                getattr(lesson, part).__init__ = on_gpu
+        if {"ZeRO3", "HSDP"} & vars(lesson).keys():  # param.data moves to a GPU
+            lesson.GPT.__init__ = device_decorator(torch.device("pretend:0"), lesson.GPT.__init__)
         return lesson
 
 
@@ -241,6 +239,7 @@ def attention(q, k, v, attn_mask=None, is_causal=False, **_):
 
 def even_counts(moe, all_gather_counts, chosen):
     """MoE.all_gather_counts(), as if all experts were equally busy."""
-    load, counts = all_gather_counts(moe, chosen)
+    found = all_gather_counts(moe, chosen)
+    counts = found[-1] if isinstance(found, tuple) else found
     counts[:] = chosen.numel() // counts.shape[1]
-    return load, counts
+    return found

@@ -1,165 +1,214 @@
-"""What is special to parallel_3d.py: every mesh trains alike, who sends what along which axis, and when."""
+"""What is special to parallel_3d.py: every mesh trains alike; which group adds up what, and when."""
 
+import ast
+import re
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.checks import check_ledger, check_parity
-from tests.gpu import check_gpu, check_order
-from tests.harness import TINY, Lesson, error_of, holds, load, mutants, on_ranks, world
-from tools.watch import noted
+from tests.gpu import check_gpu, check_order, in_order, together
+from tests.harness import TINY, Lesson, error_of, holds, load, mutants, on_ranks, path_of
 
+NAIVE = "--naive"
 FILM = "--layers 2 --tp 2 --pp 2 --accum 2"
 LESSON = Lesson(
-    flags="--vocab 257",
-    own={"--tp": ("1 2", "0 -1 5 x"), "--pp": ("1 2", "0 -1 5 x"), "--zero": ("0 1", "-1 2")},
-    bad=("--tp 3", "--heads 9", "--layers 1"),
-    races=("",),
-    gpu=("--zero 1", "--tp 1 --pp 2", "--tp 1 --pp 1"),
+    variants=("--naive",),
+    own={"--tp": ("1 2", "-1 5 x"), "--pp": ("1 2", "-1 5 x")},
+    bad=("--tp 3", "--heads 9", "--vocab 254", "--layers 1"),
+    races=("", "--tp 1 --pp 2", "--tp 1 --pp 1"),
+    gpu=("--naive", "--tp 1 --pp 2", "--tp 1 --pp 1"),
     orders=[
-        *((size, "--layers 8") for size in (2, 3, 8)),
-        *((4, f"--layers 8 --tp {tp} --pp {pp} --zero 1") for tp, pp in ((2, 1), (1, 2), (1, 4))),
-        *((8, f"--layers 8 --tp {tp} --pp {pp} --zero 1") for tp, pp in ((2, 4), (2, 2))),
+        *((size, "--layers 8 --accum 4") for size in (2, 3, 8)),
+        *((4, f"--layers 8 --accum 3 --tp {tp} --pp {pp}") for tp, pp in ((2, 1), (1, 2), (1, 1), (4, 1))),
+        *((4, f"--layers 8 --tp 1 --pp 4 --accum 8 {flags}") for flags in ("", "--naive")),
+        *((8, f"--layers 8 --accum 4 --tp {tp} --pp {pp}") for tp, pp in ((2, 4), (1, 4), (4, 1))),
     ],
 )
 
 
-# ranks, tp, pp, zero; test_all.py has smaller worlds
-MESHES = ["4 1 4 0", "4 4 1 0", "4 1 1 0", "8 2 2 0", "8 4 2 0", "8 2 4 0", "4 2 2 1", "4 1 1 1", "8 2 2 1"]
-SHAPE = "--layers 9 --heads 8 --width 24 --vocab 257 --batch 16 --steps 2"
+# ranks, tp, pp; test_all.py has the defaults on 1 to 8
+MESHES = [(2, 1, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1), (4, 1, 4), (4, 1, 2), (8, 4, 1), (8, 2, 4), (8, 1, 4)]
+SHAPE = "--layers 9 --heads 8 --width 24 --vocab 264 --batch 16 --steps 2"
 
 
-def check_mesh(name, size=8, tp=2, pp=2, zero=0, flags="--accum 2"):
-    check_parity(name, size, f"{SHAPE} {flags}", f"--tp {tp} --pp {pp} --zero {zero}")
+def check_mesh(name, size=8, tp=2, pp=2, flags="--accum 2", own=""):
+    check_parity(name, size, f"{SHAPE} {flags}", f"--tp {tp} --pp {pp} {own}")
 
 
 @pytest.mark.long_table
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_trains_as_single_py_and_its_bytes_are_the_formulas(mesh):
-    size, tp, pp, zero = map(int, mesh.split())
-    check_mesh("parallel_3d", size, tp, pp, zero)
-    if size > tp * pp or not zero:  # shards are of several replicas
-        check_ledger("parallel_3d", size, f"--layers 5 --tp {tp} --pp {pp} --zero {zero} --accum 3")
+@pytest.mark.parametrize("size, tp, pp", [*MESHES, (8, 2, 2)])
+def test_every_mesh_trains_as_single_py_and_its_bytes_are_the_formulas(size, tp, pp):
+    check_mesh("parallel_3d", size, tp, pp)
+    if pp > 1:
+        check_mesh("parallel_3d", size, tp, pp, own="--naive")
+    for flags in "--accum 3", "--accum 2 --dtype bf16":
+        check_ledger("parallel_3d", size, f"--layers 5 --batch 48 --heads 12 --tp {tp} --pp {pp} {flags}")
 
 
-@on_ranks(3)
-def check_rare(name):
-    """Large losses in 16 bits are torch's, no rank's tokens are errors, missing gradients do no harm; to clip
-    twice is an error."""
-    lesson, rank = load(name), dist.get_rank()
-    mesh = lesson.Mesh(np.arange(3).reshape(1, 1, 3))
-    torch.manual_seed(0)
-    logits, targets = 1000 * torch.randn(2, 5, 13).bfloat16(), torch.randint(13, (2, 5))
-    loss = lesson.parallel_loss(mesh, logits[..., rank::3], targets)
-    assert abs(loss / lesson.mean_loss(logits, targets) - 1) < 1e-5, "not torch's loss"
-    for token in rank - 3, rank + 15:
-        look_up = partial(lesson.vocab_parallel, torch.nn.Embedding(5, 4), mesh, torch.tensor([token]))
-        assert "out of range" in error_of(look_up), f"something is found for token {token}"
-    config = lesson.parse(f"{TINY} --tp 1 --pp 1 --layers 1 --steps 1".split())
-    lesson.Bucket.update = lambda bucket: None
-    parallels, init = [], lesson.Parallel3D.__init__
-    lesson.Parallel3D.__init__ = noted(init, lambda parallel, *_: parallels.append(parallel))
-    lesson.train(config)
-    said = error_of(partial(parallels[0].clip_grad_norm_, 1.0))
-    assert "update() between two clip_grad_norm_()" in said, f"clipped twice: {said}"
+def test_bytes_and_parameters_are_the_papers():
+    # arXiv 2104.04473: equation 2, section 3, for a GPT of 175 G; 8 ranks a matrix, 12 stages of 8 blocks
+    ledger, formulas, lesson = load("tools/ledger"), load("tools/formulas"), load("parallel_3d")
+    L, h, V, s, b = 96, 12288, 51200, 2048, 1
+    params = 12 * L * h**2 * (1 + 13 / (12 * h) + (V + s) / (12 * L * h))
+    assert formulas.parameters(L, h, V, s) == round(params) + 2 * h  # and the last norm
+    letters = dict(zip("LhvsbkwtpdR", (8, h, V, s, b, 1, 2, 8, 12, 8, params / 96)))
+    texts = ledger.read_formulas(lesson, lesson.parse("--tp 8 --pp 12".split()))
+    for what, more, numbers in (
+        ("tensor", {"L": 9}, 8 * b * s * h * 7 / 8),  # for a block
+        ("pipeline", {"k": 2}, 2 * b * s * h),  # for a microbatch: an output, and a gradient
+        ("data", {"d": 1}, -2 * 7 / 8 * params / 96),
+    ):
+        one, two = (ledger.evaluate(texts[what], letters | each) for each in ({}, more))
+        assert two - one == pytest.approx(2 * numbers), f"other {what}"
+
+
+def code_of(name, function):
+    """A function of a lesson, without its docstring and the groups that it is given."""
+    body = ast.parse(path_of(name.removesuffix(".py")).read_text()).body
+    tree = next(node for node in body if getattr(node, "name", "") == function)
+    tree.body = tree.body[bool(ast.get_docstring(tree)) :]
+    return re.sub(r", (group=)?group\b", "", ast.unparse(tree).replace("(group)", "()"))
+
+
+def check_pieces(name):
+    """Pieces are those of their own lessons, whose tests are also theirs, but for the group."""
+    for lesson, functions in (
+        ("pipeline", "receive pipelined"),
+        ("tensor_parallel", "add_up parallel_loss own_index split_of own_part whole_of"),
+    ):
+        for function in functions.split():
+            assert code_of(name, function) == code_of(lesson, function), f"another {function}()"
+
+
+def trained(name, flags, **replaced):
+    """A run of a lesson on this rank, with other functions: {name: function(the lesson's own, ...)}."""
     lesson = load(name)
-    lesson.Block.forward = lambda block, x: x + block.down(block.up(block.norm2(x)))
-    config = lesson.parse(f"{TINY} --tp 1 --pp 3 --accum 3 --dtype bf16".split())
-    assert error_of(partial(lesson.train, config)) == "nothing", "gradients are missed"
+    for key, function in replaced.items():
+        setattr(lesson, key, partial(function, getattr(lesson, key)))
+    lesson.train(lesson.parse(f"{TINY} {flags}".split()))
 
 
-@on_ranks(2)
-def check_overlap(name):
-    """The first backward launches nothing; in the last one each layer's gradients leave before the next."""
-    lesson, log = load(name), []
-    lesson.Bucket.start_sum = noted(lesson.Bucket.start_sum, lambda _: log.append("launch"))
-    lesson.Bucket.finish_sum = noted(lesson.Bucket.finish_sum, lambda _: log.append("finish"))
-    note = lambda layer, _: log.extend(["backward"] * isinstance(layer, lesson.Block))  # noqa: E731
-    hook = torch.nn.modules.module.register_module_full_backward_pre_hook(note)
-    lesson.train(lesson.parse(f"{TINY} {SHAPE} --tp 1 --pp 1 --steps 1 --accum 2".split()))
-    hook.remove()
-    first, last = log[:9], log[9:]
-    assert first == ["backward"] * 9, "gradients leave before they are whole"
-    assert last.index("finish") == len(last) - last.count("finish"), "a wait before the last backward"
-    while_computing = last[: len(last) - last[::-1].index("backward")]
-    assert while_computing.count("launch") >= 2 * 8, "gradients wait for the end of backward"
+@on_ranks(8)
+def check_groups(name):
+    """Ranks of a group differ in one coordinate alone, tensor-parallel ones being neighbours."""
+    for flags, expected in (
+        ("--tp 2 --pp 2", {"data": [1, 5], "tensor": [4, 5], "F": [5, 7], "B": [5, 7], "tie": [5, 7]}),
+        ("--tp 2 --pp 4", {"data": [5], "tensor": [4, 5], "F": [1, 3, 5, 7], "B": [1, 3, 5, 7], "tie": None}),
+    ):
+        given = []
+        build = lambda own, config, groups: (given.append(groups), own(config, groups))[1]  # noqa: B023, E731
+        trained(name, f"--layers 4 --steps 1 --batch 48 {flags}", Stage=build)
+        found = {key: group and dist.get_process_group_ranks(group) for key, group in given[0].items()}
+        assert dist.get_rank() != 5 or found == expected, f"{flags}: other groups: {found}"
+
+
+@on_ranks(8)
+def check_timeline(name):
+    """Which groups add up what, in a step."""
+    log, all_reduce = [], dist.all_reduce
+
+    def noted(x, *args, **options):
+        group = options.get("group") or args[-1]
+        log.append(group.group_desc)
+        return all_reduce(x, *args, **options)
+
+    def pipelined(own, *args):
+        log.append("begin")
+        own(*args)
+        log.append("end")
+
+    with mock.patch.object(dist, "all_reduce", noted):
+        trained(name, "--steps 2 --accum 2 --batch 48", pipelined=pipelined)
+    steps = " ".join(log).split("begin ")
+    during, after = steps[2].split(" end ")
+    assert {*during.split()} == {"tensor"}, f"other sums in F and B: {during}"
+    assert after == "tie data tensor pipeline pipeline data", f"another order of sums: {after}"
 
 
 @on_ranks(4)
 def check_schedule(name):
-    """Of four stages: forwards and backwards of six microbatches, in order; what was sent is freed."""
-    lesson, words, isend, kept, most = load(name), [], dist.isend, [], []
-    for word, method in ("F", "_forward"), ("B", "_backward"):
-        note = lambda *_, word=word: words.append(word)  # noqa: E731
-        setattr(lesson.Parallel3D, method, noted(getattr(lesson.Parallel3D, method), note))
-
-    def counted(*args, **options):
-        work = isend(*args, **options)
-        kept.append(work)
-        most.append(len(kept))
-        return mock.Mock(wait=lambda: (work.wait(), kept.remove(work)))
-
-    with mock.patch.object(dist, "isend", counted):
-        lesson.train(lesson.parse(f"{TINY} --layers 4 --steps 1 --tp 1 --pp 4 --accum 6".split()))
-    warmup = 3 - dist.get_rank()
-    assert "".join(words) == "F" * warmup + "FB" * (6 - warmup) + "B" * warmup, f"not 1F1B: {words}"
-    assert max(most) == (2 if dist.get_rank() in (1, 2) else 1), f"{max(most)} messages are kept"
-    assert not kept, "messages are not waited for"
+    """A stage's forwards and backwards are those of pipeline.py, naive and 1F1B."""
+    order, given = load("pipeline").order, []
+    for flags, schedule in ("", "1f1b"), ("--naive", "naive"):
+        note = lambda own, *args: (given.append(args[3]), own(*args))  # noqa: E731
+        trained(name, f"--layers 4 --steps 1 --tp 1 --pp 4 --accum 6 {flags}", pipelined=note)
+        expected = order(schedule, dist.get_rank(), 4, 6)
+        assert given.pop() == expected, f"not {schedule}, {expected}"
 
 
-def groups_of(shape):
-    """On a rank: the ranks of its pipeline, data, tensor and tie groups."""
-    mesh = load("parallel_3d").Mesh(np.arange(8).reshape(shape))
-    groups = mesh.output_group, mesh.dp_group, mesh.tp_group, mesh.tie_group
-    return [group and dist.get_process_group_ranks(group) for group in groups]
+@on_ranks(2)
+def check_evaluation(name, flags=""):
+    """Under no_grad() forwards alone have the loss of training, and leave nothing behind."""
+    found = []
+
+    def both(own, stage, batch, message, ops, groups):
+        batch = list(batch)
+        with torch.no_grad():
+            said = error_of(lambda: own(stage, iter(batch), message, "F" * len(batch), groups))
+        assert said == "nothing", f"no evaluation: {said}"
+        assert all(param.grad is None for param in stage.parameters()), "gradients of an evaluation"
+        found.append(stage.total_loss.item())
+        stage.total_loss.zero_()
+        own(stage, iter(batch), message, ops, groups)
+        found.append(stage.total_loss.item())
+
+    trained(name, f"--accum 3 --dtype fp64 {flags}", pipelined=both)
+    assert found[::2] == pytest.approx(found[1::2], rel=1e-12), "another loss"
 
 
-def test_tensor_ranks_are_neighbours_and_stages_farthest_apart():
-    assert world(8).run(groups_of, (2, 2, 2))[5] == [[1, 5], [5, 7], [4, 5], [1, 5]]
-    ties = [groups[3] for groups in world(8).run(groups_of, (4, 1, 2))]
-    assert ties == [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]]
-
-
+CHECKS = check_pieces, check_groups, check_timeline, check_schedule
+evaluations = check_evaluation, partial(check_evaluation, size=4)
 few_microbatches = partial(check_mesh, size=4, tp=1, pp=4, flags="--accum 1")  # fewer than stages
-test_each_promise_is_kept = holds("parallel_3d", check_overlap, check_rare, check_schedule, few_microbatches)
+test_each_promise_is_kept = holds("parallel_3d", *CHECKS, *evaluations, few_microbatches)
 norm = partial(check_mesh, flags="--accum 2 --steps 1")
+SPLIT = "squared_norm([param.grad for param in split])"
 MUTANTS = [
-    ("dist.all_reduce(self.flat_grad, group=self.mesh.tie_group)", "pass", norm, "norms differ"),
-    (" * (1 + is_tied)", "", norm, "norms differ"),
-    ("self.n_copies = mesh.dp // self.n_shards", "self.n_copies = 1", norm, "norms differ"),
-    ("self.n_copies *= mesh.tp", "pass", norm, "norms differ"),
-    ("mesh.dp // self.n_shards *", "mesh.dp *", partial(norm, zero=1), "norms differ"),
-    (" + bucket.is_tied", "", partial(norm, zero=1), "norms differ"),
-    ("assert self.shard.grad is None", "assert True", check_rare, "clipped twice"),
-    ("/ (mesh.dp * mesh.tp)", "/ mesh.dp", norm, "losses differ"),
-    ("warmup = mesh.pp - 1", "warmup = mesh.pp - 2 + mesh.is_last", check_schedule, "not 1F1B"),
-    ("self.sent[group].wait()", "pass", check_schedule, "messages are kept"),
-    ("mesh.dp_rank, mesh.dp)", "0, mesh.dp)", norm, "losses differ"),
-    ("/ n_microbatches", "", norm, "losses differ"),
-    ("self.grad /= self.mesh.dp", "pass", norm, "norms differ"),
-    ("x.register_hook(mesh.tp_sum)", "pass", norm, "norms differ"),
-    ("self.mesh.dp_rank % self.n_shards", "0", partial(check_mesh, zero=1), "differ"),
-    ("dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.tp_group)", "largest.zero_()", check_rare,
-     "not torch's loss"),
-    (".to(torch.promote_types(logits.dtype, torch.float32))", "", check_rare, "not torch's loss"),
-    ("if self.pending:", "if False:", check_rare, "gradients are missed"),
-    ("n_params * len(batches)", "n_params", check_overlap, "before they are whole"),
-    ("self.flat_grad.zero_()", "pass", check_mesh, "differ"),
-    ("n * (mesh.pp_rank + 1) //", "start + n //", partial(check_mesh, pp=4), "differ"),
+    # what several ranks hold, in the norm
+    (f"squares + add_up({SPLIT}, ", f"add_up(squares + {SPLIT}, ", norm, "norms differ"),
+    ('stage.is_first or each[0] != "tokens.weight"', "True", norm, "norms differ"),
+    (f"add_up({SPLIT}, groups[\"tensor\"])", SPLIT, norm, "norms differ"),
+    ('add_up(squares, groups["F"])', "squares", norm, "norms differ"),
+    ('add_up(squares, groups["F"])', 'add_up(add_up(squares, groups["F"]), groups["data"])', norm, "norms"),
+    # gradients: over the wrong group, of norms once more, of the head or the input of a matrix alone
+    ('(params, groups["data"])', '(params, groups["tensor"])', norm, "norms differ"),
+    ('(params, groups["data"])', '(params, groups["data"]); all_reduce_gradients(replicated, stage.group)',
+     norm, "norms differ"),
+    ('dist.all_reduce(stage.tokens.weight.grad, group=groups["tie"])', "pass", norm, "norms differ"),
+    ("x.register_hook(lambda grad: add_up(grad, group))", "pass", norm, "norms differ"),
+    ("        param.grad = part.view_as(param)", "        pass", norm, "norms differ"),
+    # losses, and the batch
+    ('add_up(add_up(stage.total_loss, groups["F"]), groups["data"])',
+     'add_up(add_up(stage.total_loss, groups["F"]), stage.group)', norm, "losses differ"),
+    ('dist.get_rank(groups["data"]), config.dp)', "0, config.dp)", norm, "losses differ"),
+    (" / self.n_microbatches", "", norm, "losses differ"),
+    # the model
+    ("i * n_stages // config.layers]", "(config.layers - 1 - i) * n_stages // config.layers]", norm,
+     "differ"),
+    ("self.proj.weight), self.group) + self.proj.bias", "self.proj.weight, self.proj.bias), self.group)",
+     check_mesh, "differ"),
+    ("index = token - size * dist.get_rank(group)", "index = token - size * dist.get_rank()", norm, "differ"),
+    ("if x.requires_grad:", "if True:", check_evaluation, "no evaluation: RuntimeError"),
+    ("for state in stages for", "for state in stages[:1] for", check_mesh, "other names"),
+    # the mesh, and the schedule
+    ("new_group(ranks, 0, ", "new_group(ranks, 2, ", check_groups, "other groups"),
+    ("1 if config.naive else min", "min", check_schedule, "not naive"),
+    ("min(config.accum, config.pp - dist", "min(config.accum, config.pp + 1 - dist", check_schedule,
+     "not 1f1b"),
+    ("sends.pop(0).wait()", "pass", check_pieces, "another pipelined()"),
+    ('"qkv.weight": (0, 3)', '"qkv.weight": (0, 1)', check_pieces, "another split_of()"),
 ]  # fmt: skip
 test_a_mutant_is_rejected = mutants(MUTANTS, "parallel_3d")
+four = partial(together, in_order, rows=[(4, "--layers 8 --tp 1 --pp 4 --accum 8")])
 GPU_MUTANTS = [
-    ("parallel_3d", "        self.work.wait()\n", "", check_gpu, "uses what a collective still"),
-    (
-        "parallel_3d",
-        "ranks, axis, -1)",
-        "ranks, axis, -1)[:: -1 if dist.get_rank() else 1]",
-        check_order,
-        "ranks do not meet",
-    ),
-]
-test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS)
+    ("config.clip, norm)", "config.clip, norm + 0 * norm.item())", check_gpu, "the host waits"),
+    ("rows.tolist()", "rows.tolist()[:: -1 if dist.get_rank() else 1]", check_order, "ranks do not meet"),
+    # a send behind a receive that needs it
+    ('{op: new_group(ranks, 1, "pipeline") for op in "FB"}',
+     'dict.fromkeys("FB", new_group(ranks, 1, "pipeline"))', four, "ranks wait for one another"),
+    ("if stage.is_first or stage.is_last:", "if stage.is_first:", four, "ranks wait for one another"),
+]  # fmt: skip
+test_a_mutant_is_rejected_by_nccls_rules = mutants(GPU_MUTANTS, "parallel_3d")

@@ -115,7 +115,7 @@ def test_the_command_prints_a_table_and_writes_json_and_traces(tmp_path):
     assert written["lesson"] == "zero3" and written["world_size"] == 2 and len(written["losses"]) == 3
     row = written["held"]["parameters"]
     numbers = f"{row['formula'] / 1e6:.2f} MB {row['measured'] / 1e6:.2f} MB"
-    assert f" parameters mP/N+w(E+(1+f)U) {numbers}" in re.sub(r" +", " ", out)
+    assert f" parameters 4P/N+w(E+(1+f)U) {numbers}" in re.sub(r" +", " ", out)
     assert set(written["sent"]["all-gather"]) == {"formula", "calls", "payload", "wire"}
     assert len(list((tmp_path / "traces").glob("rank*.json"))) == 2
     assert "gloo" in next((tmp_path / "traces").glob("rank0*.json")).read_text()

@@ -120,9 +120,8 @@ def activations(job, letters, tensor=1, in_flight=1, first=True, last=True):
 
 def plain_letters(params, ranks, precision="mixed", microbatches=1):
     """Values of the docstrings' letters for AdamW over NCCL, without units that travel."""
-    width = WIDTHS[precision]
-    letters = {"P": params, "N": ranks, "k": microbatches, "w": width, "m": 4, "c": 4 * (width == 2), "K": 8}
-    return letters | dict.fromkeys("UEfgr", 0) | {"o": 4, "B": 5, "G": min(params, 2**24)}
+    letters = {"P": params, "N": ranks, "k": microbatches, "w": WIDTHS[precision]}
+    return letters | dict.fromkeys("UEfr", 0) | {"B": 5}
 
 
 def letters_of_job(job, ranks, params, microbatches):
@@ -132,8 +131,7 @@ def letters_of_job(job, ranks, params, microbatches):
     block, matrix = (scale * size for size in (parameters(1, hidden, 0, 0, 1, False, False), 4 * hidden**2))
     letters = plain_letters(params, ranks, job.precision, microbatches)
     letters |= {"L": layers, "a": heads, "h": hidden, "s": seq, "v": vocab, "b": job.micro_batch}
-    letters |= {"G": min(params, max(hidden * vocab, matrix, 2**24)), "f": min(1, layers - 1)}
-    letters |= {"U": block, "E": job.params - layers * block, "F": job.shard}
+    letters |= {"U": block, "E": job.params - layers * block, "f": min(1, layers - 1), "F": job.shard}
     # muon.py's: of some rank that owns 1/N, or more if an embedding is more.
     embedding, matrices = hidden * vocab, 3 * layers * matrix
     owned = max(params / ranks, embedding)

@@ -53,8 +53,7 @@ def run(lesson, config, trace=None, watch=None):
     watch.reduces = {"reduce-scatter", "all-to-all"} <= formulas
     watch.has_host = "host" in formulas
     history = {"losses": [], "grad_norms": [], "step_ms": []}
-    loader = "load_microbatches" if hasattr(lesson, "load_microbatches") else "microbatches"
-    microbatches, print_step = getattr(lesson, loader), lesson.print_step
+    microbatches, print_step = lesson.microbatches, lesson.print_step
     begun = set()  # steps, of which the first may be any, in more/resume.py
     period = getattr(config, "inner_steps", 0) or 1  # from one of more/diloco.py's messages to the next
     keep_trace = torch.profiler.tensorboard_trace_handler(trace or ".", f"rank{os.environ.get('RANK', 0)}")
@@ -70,8 +69,7 @@ def run(lesson, config, trace=None, watch=None):
                 watch.stop()
         if len(begun) == 3 and trace:
             profiler.start()
-        shares = given.get("replicas", given.get("world_size"))
-        config.shares = shares if shares > 1 else getattr(config, "replicas", 1)
+        config.shares = given["replicas"] if given["replicas"] > 1 else getattr(config, "replicas", 1)
         return microbatches(*arguments)
 
     def end(config, step, loss, grad_norm, started):
@@ -88,7 +86,7 @@ def run(lesson, config, trace=None, watch=None):
         history["step_ms"].append(1e3 * (time.perf_counter() - started))
 
     watched = mock.patch.object(threading.Thread, "run", lambda thread: watch.run_thread(thread))
-    with mock.patch.multiple(lesson, **{loader: begin, "print_step": end}), watched:
+    with mock.patch.multiple(lesson, microbatches=begin, print_step=end), watched:
         _push_mode(watch)
         lesson.train(config)
     if not history["losses"]:
@@ -111,11 +109,10 @@ def result_of(lesson, config, watch, history):
         held |= rank_held
         sent |= rank_sent
         elements |= rank_elements
-    letters = letters_of(lesson, config, ranks, backend)
+    letters = letters_of(lesson, config, ranks)
     letters["R"] = elements[lesson.DTYPES[config.dtype]]
     if hasattr(config, "pp"):
         letters["R"] = max(parameters_of_stage(config, letters, stage) for stage in range(config.pp))
-    letters["G"] = min(letters["G"], letters["R"])  # a process may have replicas
     result = {"lesson": lesson.__name__, "world_size": ranks, "backend": backend, "device": device}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     result |= {"shares_gpu": device == "cuda" and local > torch.cuda.device_count()}
@@ -138,37 +135,29 @@ def result_of(lesson, config, watch, history):
     return result
 
 
-def letters_of(lesson, config, ranks, backend):
+def letters_of(lesson, config, ranks):
     """{letter: its value}: those that most lessons share, then those of what a lesson has.
 
-    P parameters, T in the largest tensor, U in a block, E in no block; L layers, a heads, h width, s context,
-    v vocabulary; N ranks, k microbatches of b sequences; w bytes of a weight, m of a shard (fp32 at least), c
-    of an fp32 copy (bf16: 4, else 0), K of a parameter's optimizer state; G parameters so stepped at a time;
-    g 1 over gloo; r parameters that tensor-parallel ranks all have. A docstring says what its others are."""
+    P parameters, U in a block, E in no block; L layers, a heads, h width, s context, v vocabulary; N ranks, k
+    microbatches of b sequences; w bytes of a weight; r parameters that tensor-parallel ranks all have. A
+    docstring says what its others are."""
     with torch.device("meta"):
         model = lesson.GPT(config)
     sizes = [param.numel() for param in model.parameters()]
     block = sum(param.numel() for param in model.blocks[0].parameters())
-    letters = {"P": sum(sizes), "T": max(sizes), "U": block, "E": sum(sizes) - config.layers * block}
+    letters = {"P": sum(sizes), "U": block, "E": sum(sizes) - config.layers * block}
     letters |= zip("Lahsv", (getattr(config, name) for name in lesson.SHAPE))
     letters |= {"N": ranks, "k": config.accum, "b": config.batch / config.shares / config.accum}
-    width = lesson.DTYPES[config.dtype].itemsize
-    letters |= {"w": width, "m": max(width, 4), "c": 4 * (width == 2), "g": int(backend == "gloo")}
-    letters["K"] = 2 * letters["m"] * (config.optim == "adamw")
-    letters["G"] = min(letters["P"], max(letters["T"], 2**24))
-    positions = config.context * (lesson.__name__ == "tensor_parallel")  # else they are split by tokens
-    letters["r"] = (6 * config.layers + 2 + positions) * config.width
+    letters["w"] = lesson.DTYPES[config.dtype].itemsize
+    letters["r"] = (6 * config.layers + 2 + config.context) * config.width
     if hasattr(config, "buckets"):
         letters["B"] = config.buckets
     if hasattr(config, "chunks"):
         letters["C"] = config.chunks
     if hasattr(config, "prefetch"):
-        ahead = config.layers if getattr(config, "no_reshard", False) else config.prefetch
-        letters["f"] = min(ahead, config.layers - 1)
+        letters["f"] = min(config.prefetch, config.layers - 1)
     if hasattr(config, "shard"):
         letters["F"] = config.shard
-    if hasattr(config, "schedule"):
-        letters["C"] = 2 if config.schedule == "interleaved" and ranks > 1 else 1
     if hasattr(config, "tp") and not hasattr(config, "pp"):  # units are of what a rank's column has
         t, lacks = config.tp, (block - 6 * config.width) * (config.tp - 1) // config.tp
         letters |= {"t": t, "d": ranks // t, "F": 1 if config.naive else ranks // t}
@@ -183,7 +172,7 @@ def letters_of(lesson, config, ranks, backend):
         letters["V"] = block - letters["U"] + config.experts * config.width
     if hasattr(config, "servers"):  # without any, nothing is sent to one
         trainers, servers = ranks - config.servers, max(config.servers, 1)
-        letters["r"] += (config.vocab + config.context) * config.width  # the embeddings
+        letters["r"] += config.vocab * config.width  # the token embedding
         slices = letters["r"] + (letters["P"] - letters["r"]) / servers
         letters |= {"N": trainers, "t": servers}
         letters["D"] = slices * (config.servers > 0)

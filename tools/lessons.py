@@ -31,17 +31,9 @@ def special(name, constant, default=""):
 
 
 def complete(lesson):
-    """The module of a lesson, with what tools ask for: parse(arguments) and OPTIMIZERS."""
-    import torch
-
-    def parse(arguments=None):
-        config = lesson.read_flags(lesson.FLAGS, arguments)
-        config.optim = "adamw"
-        return config
-
+    """The module of a lesson, with what tools ask for: parse(arguments)."""
     if {"FLAGS", "read_flags"} <= vars(lesson).keys():
-        lesson.parse = parse
-        lesson.OPTIMIZERS = {"adamw": torch.optim.AdamW}
+        lesson.parse = lambda arguments=None: lesson.read_flags(lesson.FLAGS, arguments)
     return lesson
 
 

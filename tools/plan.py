@@ -3,7 +3,7 @@
 Idea
     Parameters, gradients, optimizer states and activations take as many bytes as the lessons' docstrings say
     (tools/formulas.py reads them). What a row shows of a t x p x d mesh (t tensor-parallel ranks, p pipeline
-    stages, d replicas with ZeRO-1) is parallel_3d.py's; of other rows, the lesson of that name.
+    stages, d replicas) is parallel_3d.py's; of other rows, the lesson of that name.
     The letters in the docstrings follow from the shape: L layers of width h, v tokens in the vocabulary and s
     in a sequence make P = L(12h^2 + 13h) + hv + sh + 2h parameters. The head is the embedding.
 
@@ -13,9 +13,9 @@ Memory
     ends, with all gradients and no activation.
     Activations are those of checkpointing.py, tensor_parallel.py and sequence_parallel.py, and 8 bytes more
     for each logit while the loss's backward runs. With --attention fused they have fusion.py's loss, with
-    logits of 1024 tokens at a time. With --attention math, scores are stored and dropout keeps masks: a layer
+    1/8 of the logits at a time. With --attention math, scores are stored and dropout keeps masks: a layer
     takes what arXiv 2205.05198 says. In a mesh --recompute selective drops these scores, and nothing else.
-    Stage i of p has (L + i)/p layers, rounded down. In 1F1B min(m, p-i) of m microbatches are in flight.
+    Layer j is on stage jp/L of p, rounded down. In 1F1B stage i has min(m, p-i) of m microbatches in flight.
 
 Communication
     sent/step is what a rank sends to other GPUs in a step. --recompute full runs a layer's forward again, and
@@ -34,8 +34,8 @@ Run
     python tools/plan.py --size gpt2-xl --gpus 4 --gpu-gb 24 --micro-batch 8
 
 Left out
-    What CUDA, NCCL and a fragmented allocator take: a few GB. Grouped queries; experts' activations; ZeRO-2
-    and 3 in meshes; schedules other than 1F1B. --experts replace MLPs of the model that the shape describes.
+    What CUDA, NCCL and a fragmented allocator take: a few GB. Grouped queries; experts' activations; ZeRO
+    in meshes; schedules other than 1F1B. --experts replace MLPs of the model that the shape describes.
     --params corrects the count of a shape whose layers are a little different.
 """
 
@@ -85,7 +85,7 @@ def sent_of(found):
 def stage_of(job, kind, tensor, pipeline, stage):
     """{kind of bytes: how many} of a rank of this stage; without tensor and pipeline parallelism, of any."""
     microbatches = round(job.accum * tensor * pipeline * job.cp)
-    layers, data = (job.shape.layers + stage) // pipeline, job.gpus // (tensor * pipeline)
+    layers, data = formulas.blocks_of(stage, pipeline, job.shape.layers), job.gpus // (tensor * pipeline)
     ends = stage == 0, stage == pipeline - 1
     params = parameters(layers, job.shape.hidden, job.shape.vocab, job.shape.seq, tensor, *ends)
     params = -(-params * job.params // whole_model(job.shape))  # --params may differ from the closed form
@@ -98,7 +98,7 @@ def stage_of(job, kind, tensor, pipeline, stage):
     if "EP" in kind:
         letters = formulas.letters_of_experts(job, data, microbatches) | {"s": letters["s"]}
     lesson = LESSONS[kind]
-    found = {"optimizer": 0, "host": 0} | bytes_of(lesson, letters)
+    found = {"optimizer": 0, "host": 0} | bytes_of(lesson, letters, pp=pipeline)
     if tensor > 1 and job.sequence_parallel:
         replicated = (6 * layers + 2) * job.shape.hidden
         found["tensor"] = sent_of(bytes_of("sequence_parallel", letters | {"N": tensor, "r": replicated}))
@@ -115,9 +115,8 @@ def stage_of(job, kind, tensor, pipeline, stage):
 def row(job, kind, tensor=1, pipeline=1):
     """A strategy, as in --json: the bytes of the rank that holds most, and of the one that sends most."""
     microbatches = round(job.accum * tensor * pipeline * job.cp)
-    # Of stages with as many layers an earlier one has more in flight, so these show the most.
-    chosen = {0, 1, -job.shape.layers % pipeline, pipeline - 1} - {pipeline}
-    stages = [stage_of(job, kind, tensor, pipeline, stage) for stage in sorted(chosen)]
+    # No stage has more layers than the first, or more in flight. The last has the head.
+    stages = [stage_of(job, kind, tensor, pipeline, stage) for stage in sorted({0, pipeline - 1})]
     size = max(stages, key=peak) | {"sent": max(map(sent, stages))}
     name = kind if kind != "mesh" else f"t{tensor} x p{pipeline} x d{job.gpus // (tensor * pipeline)}"
     idle = (pipeline - 1) / (microbatches + pipeline - 1)
@@ -210,7 +209,7 @@ def giga(size):
     return f"{size / 1e9:.0f}" if size >= 999.5e9 else f"{size / 1e9:#.3g}".rstrip(".")
 
 
-NOTE = "GB: 10^9 bytes. t x p x d: tensor x pipeline x data (ZeRO-1), the first 4 that fit. *: not as asked"
+NOTE = "GB: 10^9 bytes. t x p x d: tensor x pipeline x data, the first 4 that fit. *: not as asked"
 TITLES = "parameters", "gradients", "optimizer", "activations", "peak", "host", "sent/step", "idle", "fits"
 
 
@@ -260,7 +259,7 @@ recompute        none|selective|full  activations, in backward (checkpointing.py
 cp               1       ranks that share each sequence (context_parallel.py)
 experts          1       more than 1 has two rows (expert_parallel.py, expert_zero.py)
 top-k            2       experts of a token
-mixtures         int     layers with experts (none: every other one)
+mixtures         int     layers with experts (none: all)
 expert-params    number  parameters of an expert (none: as many as an MLP of the shape has)
 """
 OF_EXPERTS = "top_k", "mixtures", "expert_params"
@@ -289,7 +288,7 @@ def parse(arguments=None):
     for problem in find_problems(job, given):
         parser.error(problem)
     job.params = job.params or whole_model(job.shape)
-    job.mixtures = job.mixtures or (job.shape.layers + 1) // 2
+    job.mixtures = job.mixtures or job.shape.layers
     return job
 
 
