@@ -1,15 +1,16 @@
-"""Context parallelism: each rank has 1/N of each sequence; attention alone needs the other ranks' tokens.
+"""Context parallelism: each rank has 1/N of each sequence; only attention needs the other ranks' tokens.
 
 Idea
     The activations of a long sequence do not fit on one GPU. So N ranks share its tokens. Norms and MLPs
-    treat each token alone. But in attention a query needs the keys and values (kv) of all earlier tokens.
+    handle each token alone. But in attention a query needs the keys and values (kv) of all earlier tokens.
     Gather, the naive way: an all-gather of kv, then attention. (Llama 3, arXiv 2407.21783, section 3.3.2)
-    Ring: kv go round from rank to rank. A rank computes with some while the next arrive, and merges what it
-    gets into what it has. In backward, kv's gradients go round a hop behind. (arXiv 2310.01889, section 3)
-    Zigzag (Llama 3, too), a ring with equal work: rank i has chunks i and 2N-1-i of 2N, an early and a late
-    one. Of rank j's, if j < i, both see the early chunk, and neither the late one; if j > i, rank i's late
-    one sees both, and its early one none. So each hop but the first computes half a block, and masks nothing.
-    Ulysses: attention treats each head alone. So an all-to-all trades 1/N of the tokens of all heads for all
+    Ring: kv circulate from rank to rank. A rank computes with some while the next arrive, and merges each
+    part of the softmax into the result so far, see merge(). In backward kv circulate again, with their
+    gradients one hop behind, until these are back at their owner. (arXiv 2310.01889, section 3)
+    Zigzag, a ring with equal work: rank i has chunks i and 2N-1-i of 2N (as in Llama 3), an early and a late
+    one. With rank j's kv: if j < i, both of i's chunks see j's early one only; if j > i, i's late chunk sees
+    both of j's. So after the first round each computes half a block, and needs no mask.
+    Ulysses: attention handles each head alone. So an all-to-all trades 1/N of the tokens of all heads for all
     tokens of 1/N of the heads; after attention another one trades back. (arXiv 2309.14509, section 3.1)
 
 Timeline (zigzag's forward on rank 2 of 4, which has chunks 2 and 5: whose queries x whose keys)
@@ -27,7 +28,7 @@ Memory (bytes on each of N ranks; P parameters, L layers, a heads, h width, v vo
 
 Sent (bytes, by each rank in each step of k microbatches)
     send              2wkLbsh(3N-2)min(1,N-1)/N    with --kind zigzag: kv N-1 times, twice; gradients N times
-    send              2wkLbsh(3N-2)min(1,N-1)/N    with --kind ring; nothing on one rank
+    send              2wkLbsh(3N-2)min(1,N-1)/N    with --kind ring: as much; nothing on one rank
     all-gather        2wkLbsh(N-1)/N               with --kind gather: kv
     reduce-scatter    2wkLbsh(N-1)/N               with --kind gather: their gradients
     all-to-all        8wkLb(s/N)h(N-1)/N           with --kind ulysses: q, k, v, output; their gradients
@@ -37,7 +38,7 @@ Run
     torchrun --nproc_per_node=2 more/context_parallel.py    # add --kind gather, ring or ulysses
 
 Left out
-    Fast kernels (fusion.py): here a hop holds all its scores, and is slow. Several documents in a sequence.
+    Fast kernels (fusion.py): here each round holds its scores, and is slow. Several documents in a sequence.
 """
 
 import argparse
@@ -66,7 +67,7 @@ class Gather(torch.autograd.Function):  # (s/N, ...) on each rank -> (s, ...) on
         return whole
 
     @staticmethod
-    def backward(ctx, grad):  # all ranks have used this rank's tokens: their gradients add up
+    def backward(ctx, grad):  # all ranks used these tokens, so their gradients add up
         own = grad.new_empty(len(grad) // dist.get_world_size(), *grad.shape[1:])
         reduce_scatter(own, grad.contiguous())
         return own
@@ -78,51 +79,9 @@ def gather_attention(q, k, v):  # (b, heads, s/N, d) each; d = h / heads
     return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-# That keeps kv of all tokens for backward, computes what the mask hides, and waits while kv travel.
-class Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, kind):
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        kv, scaled_q = torch.stack([k, v]), q.to(wide(q.dtype)) / q.shape[-1] ** 0.5
-        out = torch.zeros_like(scaled_q)
-        lse = torch.full_like(out[..., :1], -torch.inf)  # log of the sum of exp(score), of all keys so far
-        for hop in range(world_size):
-            travelling = start_hop(kv) if hop < world_size - 1 else (kv, [])
-            queries, keys = visible(kind, rank, (rank - hop) % world_size, q.shape[2])
-            block_k, block_v = kv[..., keys, :].to(out.dtype)
-            scores = scores_of(scaled_q[:, :, queries], block_k, is_causal=hop == 0)
-            merge(out[:, :, queries], lse[:, :, queries], scores, block_v)
-            kv = finish_hop(*travelling)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kind = kind
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        kv, q, grad = torch.stack([k, v]), q.to(lse.dtype) / q.shape[-1] ** 0.5, grad.to(lse.dtype)
-        mean = (grad * out).sum(-1, keepdim=True)  # of grad @ v.mT, over all keys, by their weights
-        grad_q, travelling_grads = torch.zeros_like(q), (torch.zeros_like(kv), [])
-        for hop in range(world_size):
-            travelling = start_hop(kv) if hop < world_size - 1 else (kv, [])
-            queries, keys = visible(ctx.kind, rank, (rank - hop) % world_size, q.shape[2])
-            own_q, own_grad, own_mean, own_lse = (each[:, :, queries] for each in (q, grad, mean, lse))
-            block_k, block_v = kv[..., keys, :].to(q.dtype)
-            # As lse is of all keys, weights are those of the whole softmax, and the blocks' parts add up.
-            weights = scores_of(own_q, block_k, is_causal=hop == 0).sub_(own_lse).exp_()
-            grad_scores = (own_grad @ block_v.mT).sub_(own_mean).mul_(weights)
-            grad_q[:, :, queries] += grad_scores @ block_k / q.shape[-1] ** 0.5
-            grad_kv = finish_hop(*travelling_grads)  # with what the ranks before this one have added
-            grad_kv[..., keys, :] += torch.stack([grad_scores.mT @ own_q, weights.mT @ own_grad])
-            travelling_grads = start_hop(grad_kv) if world_size > 1 else (grad_kv, [])
-            kv = finish_hop(*travelling)
-        return grad_q.to(out.dtype), *finish_hop(*travelling_grads), None  # the last to arrive are its own
-
-
+# This keeps kv of all tokens for backward, computes scores that the mask hides, and waits while kv travel.
 def visible(kind, rank, other, length):
-    """Which of this rank's queries see which of the other rank's keys, of `length` each?"""
+    """Which of this rank's queries see which of the other rank's keys? Both have `length` tokens."""
     early, late, both = slice(length // 2), slice(length // 2, None), slice(None)
     if kind == "ring":  # rank i has chunk i of N: rank 0 sees only its own kv, and waits for the others
         return both, both if other <= rank else slice(0)
@@ -154,16 +113,58 @@ def scores_of(q, k, is_causal):
 
 
 def merge(out, lse, scores, v):
-    """Go on with a softmax, in place: out, of the keys so far, becomes that of these keys, too."""
+    """Extend the softmax in out and lse, in place, by these keys. (At first lse is -inf, out 0.)"""
     new_lse = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
     out.mul_((lse - new_lse).exp())  # its share of the new denominator
     out.add_(scores.sub_(new_lse).exp_() @ v)
     lse.copy_(new_lse)
 
 
+class Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, kind):
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        kv, scaled_q = torch.stack([k, v]), q.to(wide(q.dtype)) / q.shape[-1] ** 0.5
+        out = torch.zeros_like(scaled_q)
+        lse = torch.full_like(out[..., :1], -torch.inf)  # log of the sum of exp(score), of all keys so far
+        for hop in range(world_size):
+            travelling = start_hop(kv) if hop < world_size - 1 else (kv, [])
+            queries, keys = visible(kind, rank, (rank - hop) % world_size, q.shape[2])
+            block_k, block_v = kv[..., keys, :].to(out.dtype)
+            scores = scores_of(scaled_q[:, :, queries], block_k, is_causal=hop == 0)
+            merge(out[:, :, queries], lse[:, :, queries], scores, block_v)
+            kv = finish_hop(*travelling)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.kind = kind
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        kv, q, grad = torch.stack([k, v]), q.to(lse.dtype) / q.shape[-1] ** 0.5, grad.to(lse.dtype)
+        mean = (grad * out).sum(-1, keepdim=True)  # the weighted mean of grad @ v.mT, as out = weights @ v
+        grad_q, travelling_grads = torch.zeros_like(q), (torch.zeros_like(kv), [])
+        for hop in range(world_size):
+            travelling = start_hop(kv) if hop < world_size - 1 else (kv, [])
+            queries, keys = visible(ctx.kind, rank, (rank - hop) % world_size, q.shape[2])
+            own_q, own_grad, own_mean, own_lse = (each[:, :, queries] for each in (q, grad, mean, lse))
+            block_k, block_v = kv[..., keys, :].to(q.dtype)
+            # As lse is of all keys, weights are those of the whole softmax, and the blocks' parts add up.
+            weights = scores_of(own_q, block_k, is_causal=hop == 0).sub_(own_lse).exp_()
+            grad_scores = (own_grad @ block_v.mT).sub_(own_mean).mul_(weights)  # softmax's backward
+            grad_q[:, :, queries] += grad_scores @ block_k / q.shape[-1] ** 0.5
+            grad_kv = finish_hop(*travelling_grads)  # of these kv, with what other ranks have added
+            grad_kv[..., keys, :] += torch.stack([grad_scores.mT @ own_q, weights.mT @ own_grad])
+            travelling_grads = start_hop(grad_kv) if world_size > 1 else (grad_kv, [])
+            kv = finish_hop(*travelling)
+        return grad_q.to(out.dtype), *finish_hop(*travelling_grads), None  # the last are those of its own kv
+
+
 class AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, split, join):  # part i of x along `split` goes to rank i; `join` what arrives
+    def forward(ctx, x, split, join):  # part i along `split` goes to rank i; `join`: of what arrives
         ctx.split, ctx.join = split, join
         parts = torch.stack(x.chunk(dist.get_world_size(), split))
         received = torch.empty_like(parts)
@@ -388,7 +389,7 @@ class ContextGPT(GPT):
         super().__init__(config, ContextBlock)
         rank, chunks = dist.get_rank(), torch.arange(config.context).view(2 * dist.get_world_size(), -1)
         own = chunks[[rank, -1 - rank]] if config.kind == "zigzag" else chunks[2 * rank : 2 * rank + 2]
-        self.register_buffer("own", own.flatten(), persistent=False)  # where its tokens are in a sequence
+        self.register_buffer("own", own.flatten(), persistent=False)  # the positions of its tokens
 
     def embed(self, tokens):  # (b, s) -> (b, s/N, h)
         return self.tokens(tokens[:, self.own]) + self.positions.weight[self.own]

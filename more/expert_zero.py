@@ -1,9 +1,9 @@
-"""ZeRO-3 with experts: dense weights are sharded over all ranks, experts over the ranks that have the same.
+"""ZeRO-3 with experts: dense weights are sharded over all ranks, experts over ranks with the same ones.
 
 Idea
-    In expert_parallel.py, groups of e ranks (--ep) share the X experts of a block, and tokens travel to them.
+    In expert_parallel.py, groups of e ranks (--ep) split the X experts of a block, and tokens travel to them.
     All other weights are called dense. In zero3.py, each rank keeps a part of every weight, the shard, and
-    gathers weights just before they are used. Here are both. But of N ranks only N/e have the same experts,
+    gathers weights just before they are used. Here are both. Of N ranks only N/e have the same experts,
     so there are two kinds of groups (arXiv 2504.14960). With N = 8, e = 4, and experts A to H:
 
     Rank              0      1      2      3      4      5      6      7
@@ -13,25 +13,25 @@ Idea
     ZeRO-3 itself is one autograd function, Gather: an all-gather of weights in forward, a reduce-scatter of
     their gradients in backward. (SimpleFSDP, arXiv 2411.00284, has such a function for each weight)
 
-Timeline (a block's forward; backward goes from right to left, and reduce-scatters where forward gathers)
+Timeline (a block's forward; backward goes from right to left; it gathers, too, then reduce-scatters)
       compute |              | attention |                | router |            | experts |
       network | gather dense |           | gather experts |        | all-to-all |         | all-to-all
 
 Memory (bytes on each of N ranks; M blocks have X experts of U parameters; D dense: E in no block, V in one)
     parameters    4(D+MXU)/N+w(E+V+XU/e)         the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
-    gradients     4(D+MXU)/N+w(E+XU(2/e+1/N))    shards; head's, until the embedding's; experts', 2 copies
+    gradients     4(D+MXU)/N+w(E+XU(2/e+1/N))    shards; the head's, until the embedding's; experts': 2 copies
     optimizer     8(D+MXU)/N                     AdamW's two moments
 
 Sent (bytes, by each rank in each step of k microbatches, each of b sequences of s tokens on all ranks)
-    all-gather        2kw(D(N-1)+MXU(N-e)/e)/N+8kMX(e-1)    weights, twice; how many tokens chose an expert
+    all-gather        2kw(D(N-1)+MXU(N-e)/e)/N+8kMX(e-1)    weights, twice; counts of 8 bytes: who chose whom
     reduce-scatter    kw(D(N-1)+MXU(N-e)/e)/N
     all-to-all        4wkM(tbsh/N)(e-1)/e                   on average; t experts of a token, h width
 
-Run (with --ep N, experts are not sharded; the naive way is --ep 1: each rank gathers all, for few tokens)
+Run (naive: --ep 1, each rank gathers all experts, for few tokens. If --ep is N, experts are not sharded)
     torchrun --nproc_per_node=4 more/expert_zero.py --ep 2
 
 Left out
-    Overlap, as in zero3.py. Checkpoints in a block. The balance loss, and what expert_parallel.py leaves out.
+    zero3.py's overlap. Checkpoints in a block. The balance loss, and what expert_parallel.py leaves out.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Unit(nn.Module):
     def __init__(self, module, part, device, group):
         super().__init__()
         self.module, self.group = module, group
-        # All weights in this part of the module, but those of units in it, which have taken theirs.
+        # All weights in this part of the module, but those that inner units have taken, which are empty now.
         params = {name: p for name, p in module.named_parameters() if name.startswith(part) and p.numel()}
         self.shapes = {name: param.shape for name, param in params.items()}
         self.sizes = [param.numel() for param in params.values()]
@@ -76,19 +76,19 @@ class Unit(nn.Module):
     def forward(self, x):
         weights = dict(zip(self.shapes, Gather.apply(self.shard, self)))
         output = torch.func.functional_call(self.module, weights, x)  # with these in place of its own
-        self.flat = None  # frees them
+        self.flat = None  # frees them, at return
         return output
 
     def gather(self):
         self.flat = self.shard.new_empty(len(self.shard) * dist.get_world_size(self.group), dtype=self.dtype)
-        self.flat.untyped_storage().unit = self  # by which note() knows a weight
+        self.flat.untyped_storage().unit = self  # note() finds it through any view
         own = self.flat.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
         own.copy_(self.shard.detach())
         all_gather(self.flat, own, group=self.group)
 
 
 class Gather(torch.autograd.Function):
-    """Forward: a unit's shards to its weights. Backward: the weights' gradients to those of the shards."""
+    """Forward turns a unit's shards into its weights, backward their gradients into those of the shards."""
 
     @staticmethod
     def forward(ctx, shard, unit):
@@ -102,12 +102,12 @@ class Gather(torch.autograd.Function):
         unit = ctx.unit
         unit.flat = None
         received = torch.empty_like(unit.shard, dtype=unit.dtype)
-        reduce_scatter(received, unit.flatten(gradients), group=unit.group)  # all ranks have the same graph
+        reduce_scatter(received, unit.flatten(gradients), group=unit.group)  # in one order on all ranks
         return received.to(unit.shard.dtype), None
 
 
 def note(tensor):
-    """What autograd keeps for backward in place of a tensor: of a weight, where it is. So it can be freed."""
+    """What autograd saves in place of a tensor: for a weight, its unit and place, so that it can be freed."""
     unit = getattr(tensor.untyped_storage(), "unit", None)
     if unit is None:  # not a weight but an activation
         return tensor.detach(), tensor._version  # with hooks, autograd itself checks no versions
@@ -147,9 +147,9 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)  # (n, h)
         probs = self.router(tokens).softmax(-1, dtype=wide(x.dtype))  # (n, X)
         gates, chosen = probs.topk(self.top_k)  # (n, t)
-        if self.top_k > 1:  # a single gate would become 1, and the router would get no gradient
+        if self.top_k > 1:  # a single gate would become 1: no gradient for the router
             gates = gates / gates.sum(-1, keepdim=True)
-        by_expert = chosen.flatten().argsort()  # order 2, of choices: those of token i begin at i * t
+        by_expert = chosen.flatten().argsort()  # choices, by expert; choice c is of token c // t
         token = by_expert // self.top_k
         outputs = self.run_experts(tokens[token], self.all_gather_counts(chosen))
         outputs = outputs * gates.to(x.dtype).flatten()[by_expert, None]
@@ -162,17 +162,17 @@ class MoE(nn.Module):
         return counts.cpu()  # here the host waits
 
     def run_experts(self, rows, counts):
-        """Sends rows, in order 2, to their experts' ranks, and returns the experts' outputs in that order."""
+        """Sends rows, sorted by expert, to their experts' ranks, and returns the outputs in that order."""
         rank, ep = dist.get_rank(self.group), dist.get_world_size(self.group)
         counts = counts.view(ep, ep, -1)  # (from rank, to rank, which of its experts)
         to_ranks = counts[rank].sum(1).tolist()
         arriving = counts[:, rank]  # (from rank, own expert)
         from_ranks = arriving.sum(1).tolist()
-        rows = AllToAll.apply(rows, to_ranks, from_ranks, self.group)  # order 3
+        rows = AllToAll.apply(rows, to_ranks, from_ranks, self.group)  # now by rank, then by expert
         pieces = list(rows.split(arriving.flatten().tolist()))  # one for each rank and own expert
         for i, expert in enumerate(self.experts.values()):
             own = slice(i, None, len(self.experts))  # one piece from each rank
-            output = expert(torch.cat(pieces[own]))  # order 4; run even if empty: all ranks gather the same
+            output = expert(torch.cat(pieces[own]))  # even if empty: all ranks must gather the same
             pieces[own] = output.split(arriving[:, i].tolist())
         return AllToAll.apply(torch.cat(pieces), from_ranks, to_ranks, self.group)
 
@@ -203,7 +203,7 @@ def train(config):
     ranks = torch.arange(world_size).view(-1, config.ep)  # a row has all experts, a column the same ones
     ep_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     replicas, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-    model = GPT(config, MoEBlock)  # with all experts, so that any number of ranks has the same weights
+    model = GPT(config, MoEBlock)  # whole, on the host, so that any number of ranks starts alike
     for i, block in enumerate(model.blocks):  # units take what is left by those in them
         block.moe.keep_own_experts(ep_group)
         block.moe = Unit(block.moe, "experts", device, replicas)
@@ -216,7 +216,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device, rank, world_size):
-            # All ranks' tokens meet an expert: e ranks' by all-to-alls, N/e times that in Gather's sums.
+            # All N ranks' tokens meet an expert: e by all-to-alls, N/e in Gather's sums. So one divisor fits.
             with torch.autograd.graph.saved_tensors_hooks(note, restore):
                 loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             loss.backward()
@@ -233,7 +233,7 @@ def train(config):
         own = {}  # dense weights, and this rank's experts, by their numbers
         for path, unit in units.items():
             for name, weight in zip(unit.shapes, Gather.apply(unit.shard, unit)):
-                own[f"{path}.{name}".replace("module.", "").lstrip(".")] = weight.detach().cpu()
+                own[f"{path}.{name}".replace("module.", "").lstrip(".")] = weight.detach().cpu().clone()
             unit.flat = None
         states = [None] * world_size if rank == 0 else None
         dist.gather_object(own, states)
