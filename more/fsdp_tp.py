@@ -15,7 +15,7 @@ Timeline (the MLP of block 2 of 3, forward and backward; attention has the same 
 Memory (bytes on each rank; P parameters in its column, U of them in a block, E in none; F = d ranks)
     parameters    4P/F+w(E+2U)             the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
     gradients     4P/F+w(E+U+max(E,U))     shards; the head's, until the embedding's; a unit's; a sent copy
-    optimizer     8P/F                     AdamW's two moments. F = 1 with --naive
+    optimizer     8P/F                     AdamW's two moments (--naive: F = 1)
 
 Sent (bytes, by each rank in each step of k = --accum microbatches of b x s tokens; h = --width)
     reduce-scatter    kwP(F-1)/F                      in the column

@@ -120,9 +120,10 @@ def result_of(lesson, config, watch, history):
     if len(history["losses"]) == 1:
         unknown["later step, in which an optimizer has states"] += 1
     result |= {"not counted": unknown, "flops": flops}
-    formulas = read_formulas(lesson, config)
+    formulas = dict.fromkeys(("parameters", "gradients", "optimizer"), "0") | read_formulas(lesson, config)
+    in_fp64 = config.dtype == "fp64"  # in which all takes twice as much as in fp32
     for name, formula in formulas.items():
-        row = {"formula": evaluate(formula, letters)}
+        row = {"formula": (1 + in_fp64) * evaluate(formula, letters | {"w": letters["w"] // (1 + in_fp64)})}
         if name in HELD:
             result["held"][name] = row | {"measured": held[name]}
         else:
