@@ -3,17 +3,17 @@
 Idea
     The activations of a long sequence do not fit on one GPU. So N ranks share its tokens. Norms and MLPs
     handle each token alone. But in attention a query needs the keys and values (kv) of all earlier tokens.
-    Gather, the naive way: an all-gather of kv, then attention. (Llama 3, arXiv 2407.21783, section 3.3.2)
-    Ring: kv circulate from rank to rank. A rank computes with some while the next arrive, and merges each
-    part of the softmax into the result so far, see merge(). In backward kv circulate again, with their
+    Gather, the simplest way: an all-gather of kv, then attention. (Llama 3, arXiv 2407.21783, section 3.3.2)
+    Ring: kv circulate from rank to rank. A rank computes with the kv it has while the next arrive, and merges
+    each part of the softmax into the result so far: see merge(). In backward kv circulate again, and their
     gradients one hop behind, until these are back at their owner. (arXiv 2310.01889, section 3)
-    Zigzag, a ring with equal work: rank i has chunks i and 2N-1-i of 2N (as in Llama 3), an early and a late
-    one. With rank j's kv: if j < i, both of i's chunks see j's early one only; if j > i, i's late chunk sees
-    both of j's. So after the first round each computes half a block, and needs no mask.
+    Zigzag, a ring with equal work: rank i has chunks i and 2N-1-i of 2N, an early and a late one (as in
+    Llama 3). With rank j's kv: if j < i, both of i's chunks see j's early one only; if j > i, i's late one
+    sees both of j's. So after the first round each computes half a block, and needs no mask.
     Ulysses: attention handles each head alone. So an all-to-all trades 1/N of the tokens of all heads for all
     tokens of 1/N of the heads; after attention another one trades back. (arXiv 2309.14509, section 3.1)
 
-Timeline (zigzag's forward on rank 2 of 4, which has chunks 2 and 5: whose queries x whose keys)
+Timeline (zigzag's forward on rank 2 of 4, with chunks 2 and 5: queries' chunks x keys' chunks)
     compute | 2, 5 x 2, 5   | 2, 5 x 1      | 2, 5 x 0      | 5 x 3, 4
     network | kv of 1 and 6 | kv of 0 and 7 | kv of 3 and 4 |
 
@@ -38,7 +38,7 @@ Run
     torchrun --nproc_per_node=2 more/context_parallel.py    # add --kind gather, ring or ulysses
 
 Left out
-    Fast kernels (fusion.py): here each round holds its scores, and is slow. Several documents in a sequence.
+    Fast kernels (fusion.py): a ring holds a round's scores, not counted here. Several documents in a row.
 """
 
 import argparse

@@ -10,20 +10,20 @@ Idea
     Shard of dense    1/8    1/8    1/8    1/8    1/8    1/8    1/8    1/8      gathered from all ranks
     Shard of experts  1/2AB  1/2CD  1/2EF  1/2GH  1/2AB  1/2CD  1/2EF  1/2GH    AB from ranks 0 and 4
 
-    ZeRO-3 itself is one autograd function, Gather: an all-gather of weights in forward, a reduce-scatter of
-    their gradients in backward. (SimpleFSDP, arXiv 2411.00284, has such a function for each weight)
+    ZeRO-3 is one autograd function, Gather: an all-gather of weights in forward, a reduce-scatter of their
+    gradients in backward. (As in SimpleFSDP, arXiv 2411.00284.) note() and restore() free weights in between.
 
-Timeline (a block's forward; backward goes from right to left; it gathers, too, then reduce-scatters)
+Timeline (a block's forward; backward is in reverse order: gather again, compute, reduce-scatter)
       compute |              | attention |                | router |            | experts |
       network | gather dense |           | gather experts |        | all-to-all |         | all-to-all
 
-Memory (bytes on each of N ranks; M blocks have X experts of U parameters; D dense: E in no block, V in one)
+Memory (bytes on each of N ranks; M blocks have X experts of U parameters; D dense: E outside, V in a block)
     parameters    4(D+MXU)/N+w(E+V+XU/e)         the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
     gradients     4(D+MXU)/N+w(E+XU(2/e+1/N))    shards; the head's, until the embedding's; experts': 2 copies
     optimizer     8(D+MXU)/N                     AdamW's two moments
 
 Sent (bytes, by each rank in each step of k microbatches, each of b sequences of s tokens on all ranks)
-    all-gather        2kw(D(N-1)+MXU(N-e)/e)/N+8kMX(e-1)    weights, twice; counts of 8 bytes: who chose whom
+    all-gather        2kw(D(N-1)+MXU(N-e)/e)/N+8kMX(e-1)    weights, twice; counts of tokens per expert
     reduce-scatter    kw(D(N-1)+MXU(N-e)/e)/N
     all-to-all        4wkM(tbsh/N)(e-1)/e                   on average; t experts of a token, h width
 
@@ -172,7 +172,7 @@ class MoE(nn.Module):
         pieces = list(rows.split(arriving.flatten().tolist()))  # one for each rank and own expert
         for i, expert in enumerate(self.experts.values()):
             own = slice(i, None, len(self.experts))  # one piece from each rank
-            output = expert(torch.cat(pieces[own]))  # even if empty: all ranks must gather the same
+            output = expert(torch.cat(pieces[own]))  # even if empty: all backwards must gather alike
             pieces[own] = output.split(arriving[:, i].tolist())
         return AllToAll.apply(torch.cat(pieces), from_ranks, to_ranks, self.group)
 
@@ -216,7 +216,7 @@ def train(config):
         started = time.perf_counter()
         total_loss = 0
         for inputs, targets in microbatches(config, step, device, rank, world_size):
-            # All N ranks' tokens meet an expert: e by all-to-alls, N/e in Gather's sums. So one divisor fits.
+            # An expert's gradient, too, sums over all N ranks: e by all-to-all, N/e by reduce-scatter.
             with torch.autograd.graph.saved_tensors_hooks(note, restore):
                 loss = mean_loss(model(inputs), targets) / (config.accum * world_size)
             loss.backward()

@@ -1,18 +1,18 @@
 """FSDP and tensor parallelism: ZeRO-3 along one axis of a mesh of ranks, split layers along the other.
 
 Idea
-    N ranks form a mesh of d rows of t (N = 4: rows 0 1 and 2 3, columns 0 2 and 1 3). A row's ranks, in one
-    node, split each block's matrices, as in tensor_parallel.py, and have the same part of the batch. A
-    column's have the same 1/t of a block, and shard it as in zero3.py. LayerNorms, embeddings and biases of
-    proj and down are not split: a row's have equal gradients, which count once in the norm. With two groups
-    ranks could deadlock; here all start all collectives in one order. (Llama 3, arXiv 2407.21783, 3.3.2)
+    N ranks form a mesh of d rows of t (N = 4: rows 0 1 and 2 3, columns 0 2 and 1 3). The ranks of a row,
+    in one node, split each block's matrices, as in tensor_parallel.py, and have the same part of the batch.
+    The ranks of a column have the same 1/t of each block, and shard it as in zero3.py. LayerNorms, embeddings
+    and biases of proj and down are not split: equal in a row, their gradients count once in the norm. Ranks
+    could deadlock with two groups, so all start collectives in one order. (Llama 3, arXiv 2407.21783, 3.3.2)
 
-Timeline (the MLP of block 2 of 3, forward and backward; attention has the same sums; 2 and 3 stay)
+Timeline (the MLP of block 2 of 3, forward and backward; attention has the same sums; 2, 3 stay for backward)
       compute   | up, down |     | forward 3 | ... | down, up |     | norm ... | backward 1
       in row    |          | sum |           | ... |          | sum |          |
       in column | gather 3       |           | ... | reduce-scatter 3, gather 1 | reduce-scatter 2
 
-Memory (bytes on each rank; P parameters in its column, U of them in a block, E in none; F = d ranks)
+Memory (bytes on each rank; P parameters in its column, U of them in a block, E outside; F = d ranks)
     parameters    4P/F+w(E+2U)             the shards, and what is gathered (w = 4 in fp32, 2 in bf16)
     gradients     4P/F+w(E+U+max(E,U))     shards; the head's, until the embedding's; a unit's; a sent copy
     optimizer     8P/F                     AdamW's two moments (--naive: F = 1)
@@ -27,7 +27,7 @@ Run
     torchrun --nproc_per_node=8 more/fsdp_tp.py --tp 2    # --naive: nothing is sharded in a column
 
 Left out
-    What zero3.py leaves out. Checkpoints in a block. A split vocabulary, hidden sums (tensor_parallel.py).
+    What zero3.py leaves out. Activation checkpoints in a block. A split vocabulary, overlapped sums.
 """
 
 import argparse
@@ -54,14 +54,14 @@ SPLIT |= {"up.weight": (0, 1), "up.bias": (0, 1), "down.weight": (1, 1)}
 
 
 def add_up(x):
-    """x becomes the sum of all x in a row. Backward passes on the gradient, the same on all of its ranks."""
+    """x becomes the sum of all x in a row. Its gradient passes unchanged, equal in the row."""
     dist.all_reduce(x.detach(), group=MESH["row"])  # the same memory, but hidden from autograd
     return x
 
 
 def column_parallel(x, weight):  # weight (out/t, in): x (b, s, in) -> (b, s, out/t)
     if x.requires_grad:  # not under no_grad()
-        x.register_hook(add_up)  # in backward: sums the row's gradients of x, which nothing else uses
+        x.register_hook(add_up)  # each rank has its weights' part of x's gradient: sums these
     return F.linear(x, weight)
 
 
@@ -82,7 +82,7 @@ class Unit:  # parameters that travel together: a block's, or those outside of a
         self.params = params = sorted(params, key=lambda param: param.cut is None)  # split ones first
         own = self.flatten(params).chunk(dist.get_world_size(group))[dist.get_rank(group)]  # its 1/d
         n_split = sum(param.numel() for param in params if param.cut)
-        self.n_split = max(n_split - len(own) * dist.get_rank(group), 0)  # of the shard, at its start
+        self.n_split = max(n_split - len(own) * dist.get_rank(group), 0)  # split ones in the shard
         self.shard = nn.Parameter(own.to(device, wide(own.dtype), copy=True))  # what the optimizer updates
         self.flat = self.gathering = self.reducing = None  # all weights, while here; what is on its way
         self.nan = torch.tensor(torch.nan, dtype=own.dtype, device=device)
@@ -191,7 +191,7 @@ class ZeRO3(nn.Module):  # gathers each block just before its forward and its ba
             unit.start_gather()
             unit.finish_gather()
             for param in unit.params:
-                weights[param] = (whole_of(param.data, *param.cut) if param.cut else param.data).cpu()
+                weights[param] = (whole_of(param.data, *param.cut) if param.cut else param.data.clone()).cpu()
             unit.free()
         return {name: weights[param] for name, param in self.module.named_parameters()}
 

@@ -2,8 +2,8 @@
 
 Idea
     Attention makes a score for each pair of tokens, s x s per head, and the loss makes v logits for each
-    token. With long contexts, or many tokens in the vocabulary, no other activations are as large. But none
-    must be kept: a tile of scores is computed, used, and dropped before the next one.
+    token. With long contexts, or many tokens in the vocabulary, no other activations are as large. But they
+    need not be kept: a tile of scores is computed, used, and dropped before the next one.
 
     Flash attention (arXiv 2205.14135; backward as in 2307.08691, section 3.1): a softmax divides by a sum
     over its whole row, and a tile has only a part of the row. So each row of queries keeps, of its tiles so
@@ -15,7 +15,7 @@ Idea
     Fused loss: a chunk of tokens gets its logits, its loss and, at once, its backward, which ends at the last
     block's output. When all chunks are done, backward goes on from there.
 
-Timeline (the order of attention's tiles, without those of only later keys; then one of a microbatch)
+Timeline (attention's tiles in order; those with only later keys are skipped. Below: a microbatch)
                 | keys 1 | keys 2 | keys 3 |
       queries 1 | 1      |        |        |
       queries 2 | 2      | 3      |        |
@@ -28,12 +28,12 @@ Memory (bytes on each of N ranks; P parameters, L blocks, a heads, h width, v vo
     parameters     +4P       with --dtype bf16: master weights
     gradients      4P        fp32 in the update
     optimizer      8P        AdamW's two moments
-    activations    bs(L(16wh+4(4+a))+2wh+(wh+4(2+v))/C)    C = --chunks
-    activations    bs(L(16wh+16+was)+2wh+4(2+v))           with --naive
+    activations    bs(L(16wh+16+4a)+2wh+(wh+8+4v)/C)    C = --chunks
+    activations    bs(L(16wh+16+aws)+2wh+8+4v)          with --naive
     Activations are what is saved when a backward begins, here a chunk's. checkpointing.py explains 16wh + 16.
-    In place of s scores in each head (was) a token keeps one number (4a). The logits (4v), and what the last
-    norm saves, are a chunk's, 1/C; 2wh is the last block's output and its gradient. While attention computes,
-    tiles come on top, and in backward the gradients of q, k and v in fp32.
+    In place of s scores per head (aws) a token keeps one number (4a). The logits (4v), the last norm's output
+    (wh) and statistics (8) are a chunk's, 1/C; 2wh is the last block's output and its gradient (naive: the
+    norm's). While attention computes, tiles come on top, and in backward fp32 gradients of q, k and v.
 
 Sent (bytes, by each rank in each step)
     all-reduce     2wP(N-1)/N
@@ -44,9 +44,9 @@ Run
     torchrun --nproc_per_node=8 more/fusion.py --size gpt2 --dtype bf16 --batch 64 --tile 256
 
 Left out
-    A kernel for GPUs, which keeps a tile in the chip's own memory: here each operator reads and writes it:
-    this saves memory, but moves no less. torch has kernels: F.scaled_dot_product_attention (single.py's), and
-    F.linear_cross_entropy. Other masks than the causal one, dropout, fewer heads of keys than of queries.
+    A kernel for GPUs, which keeps a tile in the chip's own memory. Here each operator reads and writes it, so
+    this saves memory, but little traffic. torch has kernels: F.scaled_dot_product_attention (single.py's) and
+    F.linear_cross_entropy. Masks other than the causal one, dropout, fewer key heads than query heads.
 """
 
 import argparse
@@ -116,15 +116,15 @@ class FlashAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.zeros_like(q, dtype=lse.dtype) for _ in range(3))
         # out = weights @ v, where weights are the softmax of the scores. So the weights' gradient is
-        # g = grad @ v.mT, and the scores' is weights * (g - delta), delta being a row's sum of weights * g.
-        # That is also the row's sum of grad * out, which needs no tile.
+        # g = grad @ v.mT, and the scores' is weights * (g - delta), delta being a row's sum of weights * g:
+        # that is grad times the sum of weights * v, which is out. So it needs no tile.
         delta = (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
         rows, columns = tiles(ctx.tile, q, lse, grad, delta, grad_q), tiles(ctx.tile, k, v, grad_k, grad_v)
         for i, (q_i, lse_i, grad_i, delta_i, grad_q_i) in enumerate(rows):
             for j, (k_j, v_j, grad_k_j, grad_v_j) in enumerate(columns[: i + 1]):
                 weights = (scores_of(q_i, k_j, i == j) - lse_i).exp()  # final: lse is of the whole row
                 grad_v_j += weights.to(q.dtype).mT @ grad_i
-                grad_scores = weights * (grad_i @ v_j.mT - delta_i) * q.shape[-1] ** -0.5
+                grad_scores = weights * (grad_i @ v_j.mT - delta_i) * q.shape[-1] ** -0.5  # of q @ k.mT
                 grad_scores = grad_scores.to(q.dtype)
                 grad_q_i += grad_scores @ k_j
                 grad_k_j += grad_scores.mT @ q_i

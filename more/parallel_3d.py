@@ -8,13 +8,13 @@ Idea
 
 Timeline (8 ranks, d = p = t = 2; replica 0 is ranks 0 to 3: stage 0 is 0, 1, stage 1 is 2, 3; who sums what)
     1 tensor    | 0+1 2+3 4+5 6+7 | in forwards, F: outputs of matrices; in backwards, B: gradients of inputs
-      F, B      | 0-2 1-3 4-6 5-7 | no sums: a stage's output goes on to the next, its gradient comes back
-    2 tie       | 0+2 1+3 4+6 5+7 | gradients of the embedding, which is also the last stage's head
-    3 data      | 0+4 1+5 2+6 3+7 | gradients of all parameters, after the last B
+      F, B      | 0-2 1-3 4-6 5-7 | sent: a stage's output to the next one, its gradient back
+    2 data      | 0+4 1+5 2+6 3+7 | gradients of all parameters, after the last B
+    3 tie       | 0+2 1+3 4+6 5+7 | gradients of the embedding, which is also the last stage's head
     4 tensor, F | as above        | squares of gradients, for the norm; over F alone if t ranks hold the same
     5 F, data   | as above        | losses, for printing
 
-Memory (bytes; R parameters on the rank with most; activations as in pipeline.py, inside blocks 1/t)
+Memory (bytes; R parameters on the rank with most; activations as in pipeline.py, in part 1/t)
     parameters    wR        w = 4 in fp32, 2 in bf16
     parameters    +4R       with --dtype bf16: master weights
     gradients     (4+w)R    fp32 in the update; w: the copy that is sent
@@ -156,9 +156,9 @@ def train(config):
         batch = microbatches(config, step, device, dist.get_rank(groups["data"]), config.dp)
         stage.total_loss = torch.zeros((), dtype=torch.float64, device=device)
         pipelined(stage, batch, message, ops, groups)
+        all_reduce_gradients(params, groups["data"])
         if stage.is_first or stage.is_last:  # both hold this weight: sum its gradients
             dist.all_reduce(stage.tokens.weight.grad, group=groups["tie"])
-        all_reduce_gradients(params, groups["data"])
         squares = squared_norm([param.grad for param in replicated])  # equal on t ranks: they count once
         squares = squares + add_up(squared_norm([param.grad for param in split]), groups["tensor"])
         norm = add_up(squares, groups["F"]).sqrt()  # not over data: replicas have the same gradients now

@@ -4,9 +4,10 @@ Idea
     Of N ranks, rank i has the stages i and 2N-1-i: one on the way down the ranks, one on the way up again. So
     the last rank has two stages in a row, and rank 0 has the first and the last one, with the loss: it can
     begin with backward when its first microbatch comes up. F is a forward; B is the gradient of a stage's
-    input, W those of its weights, which nobody waits for. If F, B and W take equally long, no rank is idle
-    from its first F to its last W. (ZB-V: arXiv 2401.10241, section 6.) A microbatch is in flight twice, once
-    in each stage of a rank: 2N need as much memory as N in zero_bubble.py, whose stages are twice as large.
+    input, W those of its weights, for which no other rank waits. If all take equally long, and k >= 2N-1, no
+    rank is idle from its first F to its last W. (ZB-V: arXiv 2401.10241, section 6.) A microbatch is in
+    flight, from F to W, once in each stage of a rank: 2N need as much memory as N in zero_bubble.py, whose
+    stages are twice as large.
     An older schedule goes down twice: rank i has the stages i and N+i, and the last rank sends to rank 0.
     (Interleaved 1F1B: arXiv 2104.04473, section 2.2.) There B and W are one. Any k (--accum) runs; the table
     holds for multiples of N (interleaved), from 2N-1 on (zb-v), and equal times of F, B and W:
@@ -27,8 +28,8 @@ Memory (bytes on a rank; R parameters in its stages; activations: of the microba
     optimizer     8R        AdamW's two moments
 
 Sent (bytes, by a rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
-    send          min(4,2N-2)kwbsh             both stages' outputs and gradients; at the ends half of it
-    send          min(4,N+1)min(1,N-1)kwbsh    with --schedule interleaved: at the ends one less
+    send          min(4,2N-2)kwbsh             both stages' outputs and gradients; at the ends 2
+    send          min(4,N+1)min(1,N-1)kwbsh    with --schedule interleaved: at the ends 3
     all-reduce    0                            rank 0 alone has the embedding, which is also the head
     all-reduce    min(1,N-1)wvh                with --schedule interleaved: ranks 0 and N-1, for the head
 
@@ -37,8 +38,8 @@ Run
     torchrun --nproc_per_node=8 more/pipeline_v.py --size gpt2-xl --dtype bf16 --batch 64 --accum 32
 
 Left out
-    V-shaped schedules that hold fewer microbatches (arXiv 2405.15362). DualPipe, which computes a forward
-    and a backward at the same time (arXiv 2412.19437). W of what is no linear layer: B computes it.
+    V-shaped schedules that hold fewer microbatches (arXiv 2405.15362). DualPipe, which computes a forward and
+    a backward at the same time (arXiv 2412.19437). W of the head, norms, biases and embeddings: B has them.
 """
 
 import argparse
@@ -213,7 +214,7 @@ def train(config):
         stages[1].total_loss = torch.zeros((), dtype=torch.float64, device=device)
         pipelined(stages, batch, links, ops)
         dist.all_reduce(stages[1].total_loss)
-        if rank in tied_ranks:  # if these are two, both hold this weight: sum its gradients
+        if rank in tied_ranks:  # if there are two, both hold this weight: sum its gradients
             tokens = stages[0 if rank == 0 else 1].model.tokens
             dist.all_reduce(tokens.weight.grad, group=tied_group)
         named = stages.named_parameters()  # tokens.weight counts in the norm once

@@ -2,7 +2,7 @@
 
 Idea
     Backward computes two things: B, the gradient of a stage's input, for which the previous rank waits; and
-    W, the gradients of its weights, for which nobody waits. A linear layer's output is xA' (A' is A
+    W, the gradients of its weights, for which no other rank waits. A linear layer's output is xA' (A' is A
     transposed). If its gradient is g, that of x is gA (B), and that of A is g'x (W). So W can come later, if
     the layer keeps x and g. Here it comes when the rank would be idle. (Zero Bubble Pipeline Parallelism,
     arXiv 2401.10241, section 2.) A microbatch is in flight from its forward, F, to its W.
@@ -23,7 +23,7 @@ Timeline (N = 4; F3 is the forward of microbatch 3, B3 and W3 its backward; firs
     rank 2 | .  .  F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 W0 B5 W1 B6 W2 W3 W4 W5 W6
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 W0 W1 W2 W3 W4 W5 W6
 
-Memory (bytes on a rank; R parameters in its stage; activations: of the microbatches in flight)
+Memory (bytes on a rank; R parameters in its stage; activations: of those in flight, less from B to W)
     parameters    wR        w = 4 in fp32, 2 in bf16
     parameters    +4R       with --dtype bf16: master weights
     gradients     4R        bf16 ones become fp32 in the update
@@ -31,7 +31,7 @@ Memory (bytes on a rank; R parameters in its stage; activations: of the microbat
 
 Sent (bytes, by a rank in each step; microbatches of b sequences of s tokens, width h, vocabulary v)
     send          min(2,N-1)kwbsh    outputs and gradients; the first and last rank send one of them
-    all-reduce    min(1,N-1)wvh      between first and last rank: gradients of the embedding, also the head
+    all-reduce    min(1,N-1)wvh      between first and last rank: gradients of the embedding, also the head's
 
 Run
     torchrun --nproc_per_node=2 more/zero_bubble.py --accum 8    # without --accum: one microbatch
@@ -39,8 +39,8 @@ Run
 
 Left out
     W of the head, norms, biases and embeddings: B computes these gradients. The paper's update (section 4),
-    for which no rank waits for the others. Here all wait, for the norm of all gradients, so that the last
-    rank is idle when the next step begins, and zb-h2 gains less. Schedules found by a search (section 3).
+    for which no rank waits for others. Here all wait, for the norm of all gradients, so zb-h2
+    gains (N-1)(B-W) at most: nothing, if these are equal. Schedules found by a search (section 3).
 """
 
 import argparse
@@ -71,7 +71,7 @@ def order(schedule, rank, world_size, k):
         return "F" * in_flight + "BF" * (k - in_flight) + "B" * in_flight
     # A rank has a gap before its first B, and gaps between its last Bs, as it waits for the next rank's B. W
     # fills gaps, as nobody waits for it. In rounds: F alone, then F B, F B W, B W, and W alone. The first B
-    # comes after a forward for each rank that follows; in zb-h2 after two, one for each direction. All ranks
+    # comes after one forward, and one more for each rank that follows; in zb-h2 two more. All ranks
     # begin with W in the round of rank 0's first B: a round later, one more microbatch would be in flight; a
     # round earlier, fewer Ws would be left for the last gaps.
     depth = {"zb-h1": 1, "zb-h2": 2}[schedule]
@@ -102,7 +102,7 @@ def pipelined(stage, batch, message, ops, groups):
         else:
             for layer in stage.linears:
                 layer.weight_gradient()
-        if len(sends) > 2:  # wait() frees what was sent. With 1, zb-h2's ranks are idle; with 0, they hang
+        if len(sends) > 2:  # wait() frees what was sent. With 1, zb-h2's ranks wait; with 0, they hang
             sends.pop(0).wait()
     for send in sends:
         send.wait()
