@@ -148,7 +148,7 @@ class ZeRO1(nn.Module):
         # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
         if unit.missing == 0:
             unit.missing = len(unit.params)
-            # The previous unit's gradients have travelled meanwhile; this frees them before more are copied.
+            # Finish the previous unit's, which travelled meanwhile: that frees them before more are copied.
             self.finish_reduce_scatters()
             unit.start_reduce_scatter()
 

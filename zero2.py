@@ -16,7 +16,7 @@ Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all b
     parameters    wP                       w = 4 in fp32, 2 in bf16
     parameters    +4P/N                    with --dtype bf16: fp32 shards
     gradients     4P/N+w(E+U+max(E,U))     shards; the head's, until the embedding's; a unit's; a sent copy
-    gradients     w(P+max(E,U))            with --naive; plus mP/N from the second microbatch on
+    gradients     w(P+max(E,U))            with --naive; plus 4P/N from the second microbatch on
     optimizer     8P/N                     AdamW's two moments
 
 Sent (bytes, by each rank in each step of k = --accum microbatches)
