@@ -128,8 +128,7 @@ def naive(holder, shapes, config):
     holder.free()
 
 
-# All weights are gathered once more. And everything that servers need leaves trainer 0, over one link, while
-# the other trainers wait.
+# All weights are gathered once more. Then all that servers need leaves trainer 0, while the others wait.
 
 
 def intersection(trainer, server, shapes, config):

@@ -3,9 +3,8 @@
 Idea
     As in zero1.py, each of N ranks updates 1/N of the weights, and holds Adam's moments only of those. Each
     writes this part to its own file, at the same time; nothing is gathered. A checkpoint is a table, with a
-    column for each single weight and three rows: the weight in fp32, and Adam's two moments. Each file has
-    1/N of the columns. To resume on M ranks, each copies what it needs from the files that have it.
-    (ByteCheckpoint, arXiv 2407.20143)
+    column for each single weight and three rows: the weight in fp32, and Adam's two moments. A file has 1/N
+    of the columns. On M ranks, each copies what it needs from any files. (ByteCheckpoint, arXiv 2407.20143)
 
     Training pauses only to copy the part in memory; a thread then writes the copy (CheckFreq, FAST 2021).
     When all have written, rank 0 renames the folder. So whenever a rank is killed, there is a complete
@@ -32,8 +31,7 @@ Run
 
 Left out
     The overlap of zero1.py. Random states: batches follow from --seed and the step. Continuing when a save
-    fails. Power cuts: they may damage what has just been written (os.fsync). How often to save: best every
-    sqrt(2ct) seconds, if a save stops training for c, and failures come every t (Young, CACM 1974).
+    fails. Power cuts: they may damage what has just been written (os.fsync).
 """
 
 import argparse

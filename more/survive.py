@@ -8,7 +8,7 @@ Idea
     redo the step. So losses and weights are single.py's, whoever dies, and whenever. (Two-phase commit:
     Gray, Notes on Data Base Operating Systems, 1978)
 
-    If a worker hangs, the others wait for up to seven --timeouts. Then it is killed, and counts as dead.
+    A worker that hangs is waited for up to seven --timeouts. Then it is killed, and counts as dead.
 
 Timeline (from step 3 on; v: all vote, and the launcher answers)
     worker 0, 1 | all-reduce | v | update | compute 4 | all-reduce fails | v, new group | compute 4 ...
@@ -27,11 +27,11 @@ Run
     python more/survive.py --workers 4 --kill 1@3,0@6     # worker 1 dies in step 3, and worker 0 in step 6
     python more/survive.py --workers 4 --steps 200        # kill -9 or kill -STOP a worker meanwhile
     python more/survive.py --workers 4 --naive            # wrong if, at a death, only some have the sum
-    torchrun --nproc_per_node=8 more/survive.py           # no launcher, no votes: a death ends the job
+    torchrun --nproc_per_node=8 more/survive.py           # no votes: a death ends the job
 
 Left out
-    Newcomers in place of the dead: a survivor would send them weights and moments. Several machines. NCCL: it
-    may wait for a dead rank forever. If the launcher dies, or the worker that is saving, the job ends.
+    Newcomers (a survivor would send them weights and moments). Several machines. NCCL may wait for the dead
+    forever. If the launcher dies, or the worker that is saving, the job ends.
 """
 
 import argparse
@@ -61,15 +61,13 @@ def naive(vote):
 # Under torchrun this is enough: a death ends the job. But suppose the others go on: worker 1 has the sum, and
 # worker 2 dies before it sends the last part of it to worker 0. Worker 1 updates, and does the next step,
 # while worker 0 does this one again. Then they add up gradients of different weights, unnoticed.
-
 # So they vote, and the launcher decides. Why is this safe? Who knows what, and when:
 #                            a worker                          the launcher
 #     after the all-reduce   whether it has the sum            nothing
 #     after its vote         nothing new: so it changes none   some of the votes
 #     when all have voted    nothing new                       whether all have the sum: so it decides
 #     after the answer       whether the step counts           that every survivor will learn it
-# A worker that has the sum needs nobody else for its update. So when all have it, each can update, even if
-# others die meanwhile. And the dead stay dead: a worker that hangs is killed before it counts as dead.
+# When all have the sum, each can update, even if others die. The dead stay dead: who hangs is killed first.
 
 
 def hear_all(workers, timeout):
@@ -202,8 +200,7 @@ def train(config, ask=naive):
         torch.save(model.state_dict(), config.save)
 
 
-def all_reduce(tensors, survives):
-    """Returns this worker's vote."""
+def all_reduce(tensors, survives):  # returns this worker's vote
     try:
         for tensor in tensors:
             dist.all_reduce(tensor)

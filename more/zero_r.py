@@ -25,8 +25,8 @@ Sent (bytes, by each rank in each step of k microbatches)
 
 Run
     torchrun --nproc_per_node=2 more/zero_r.py
-    torchrun --nproc_per_node=2 more/zero_r.py --policy full         # naive: each rank keeps everything
-    torchrun --nproc_per_node=8 more/zero_r.py --size gpt2 --dtype bf16 --policy offload
+    torchrun --nproc_per_node=2 more/zero_r.py --policy full         # naive: whole inputs on each rank
+    torchrun --nproc_per_node=8 more/zero_r.py --size gpt2-xl --dtype bf16 --policy offload
 
 Left out
     Copies to and from the host beside the computation (more/offload.py has a stream for them). ZeRO-R's
