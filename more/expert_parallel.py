@@ -177,7 +177,7 @@ def train(config):
             balance_loss = sum(moe.balance_loss for moe in mixtures)
             loss = (loss + config.balance * balance_loss) / (config.accum * world_size)
             loss.backward()
-            total_loss += loss.detach()
+            total_loss += loss.detach()  # what is printed has the balance loss in it
         for param in dense:
             dist.all_reduce(param.grad)
         # All-to-alls have brought the gradients of all tokens of a group. Those of other groups are missing.

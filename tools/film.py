@@ -50,7 +50,6 @@ class Film(Watch):
         text = Path(self.path).read_text().split("\n")
         marks = [i for i, line in enumerate(text, 1) if line.startswith("# ====")]
         self.toy = range(marks[0], marks[1] if marks[1:] else len(text))
-        self.has_all_to_all = "\n    all-to-all " in lesson.__doc__  # else it is gloo's way to reduce-scatter
         self.layers = 0
         self.spans = defaultdict(list)  # {thread: [begin, end, line, what]}
         self.messages = []
@@ -179,9 +178,6 @@ class Film(Watch):
                 where = (group.rank(), args[1])[:: 1 if name == "send" else -1]
                 peer = dist.get_global_rank(group, args[1])
                 message["name"] += f" {'to' if name == 'send' else 'from'} {peer}"
-            is_even = not any(isinstance(arg, list) and arg for arg in args)
-            if name == "all-to-all" and (not self.has_all_to_all or (self.reduces and is_even)):
-                message["name"] = "reduce-scatter (by all-to-all)"
             self.counts[group.group_name, where] += 1
             message["key"] = group.group_name, where, self.counts[group.group_name, where]
             message["bytes"] = max((tensor.nbytes for tensor in tensors), default=0)

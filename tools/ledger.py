@@ -12,10 +12,8 @@ makes of one of these. (Gradients may exceed a formula by one parameter's, which
 Activations are what else the step made, in floating point, and holds when a backward begins.
 sent: what a rank of a ring sends in the collectives, for tensors of S bytes: 2S(N-1)/N in an all-reduce,
 S(N-1)/N in a reduce-scatter, all-gather or all-to-all, and in the mean in a broadcast or reduce, in which one
-rank sends nothing on; S in a send; none for a single number. An all-to-all that does the work of a
-reduce-scatter is listed as one: all over gloo, and those of equal parts of a docstring that has both. "down"
-and "up" are copies between a device and its host, in whose memory is what a lesson makes with device="cpu",
-and what is made from that alone.
+rank sends nothing on; S in a send; none for a single number. "down" and "up" are copies between a device and
+its host, in whose memory is what a lesson makes with device="cpu", and what is made from that alone.
 
 --trace F writes a Chrome trace of each rank's third step to a folder, --film F what happens in the watched
 step (see tools/film.py), --json F the numbers.
@@ -50,7 +48,6 @@ def run(lesson, config, trace=None, watch=None):
     """Run lesson.train(config). Returns (its Watch, {losses, grad_norms, step_ms})."""
     watch = watch or Watch()
     formulas = read_formulas(lesson, config).keys()
-    watch.reduces = {"reduce-scatter", "all-to-all"} <= formulas
     watch.has_host = "host" in formulas
     history = {"losses": [], "grad_norms": [], "step_ms": []}
     microbatches, print_step = lesson.microbatches, lesson.print_step
@@ -121,16 +118,15 @@ def result_of(lesson, config, watch, history):
         unknown["later step, in which an optimizer has states"] += 1
     result |= {"not counted": unknown, "flops": flops}
     formulas = dict.fromkeys(("parameters", "gradients", "optimizer"), "0") | read_formulas(lesson, config)
-    in_fp64 = config.dtype == "fp64"  # in which all takes twice as much as in fp32
+    times = 2 if config.dtype == "fp64" else 1  # docstrings speak of fp32 and bf16: fp64 takes twice fp32's
+    letters["w"] //= times
     for name, formula in formulas.items():
-        row = {"formula": (1 + in_fp64) * evaluate(formula, letters | {"w": letters["w"] // (1 + in_fp64)})}
+        row = {"formula": times * evaluate(formula, letters)}
         if name in HELD:
             result["held"][name] = row | {"measured": held[name]}
         else:
             result["sent"][name] = row | {"calls": 0, "payload": 0, "wire": 0}
     for (name, what), number in sent.items():
-        if name == "all-to-all" and name not in formulas:
-            name = "reduce-scatter"
         result["sent"].setdefault(name, {"formula": 0})[what] = number
     result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device == "cuda" else held["all"]
     return result

@@ -73,7 +73,6 @@ class Watch(TorchDispatchMode):
     on = None  # before start(); False after stop()
     settles = 0.002  # seconds after a wait, in which the thread of gloo that woke us lets go of its tensors
     has_host = False  # whether a lesson's host and device are told apart, also where both are the CPU
-    reduces = False  # whether an all-to-all of equal parts is a reduce-scatter, and others are not
 
     def __init__(self):
         super().__init__()
@@ -274,8 +273,6 @@ class Watch(TorchDispatchMode):
             if uneven:
                 payload = other[0].nbytes
                 share = 1 - uneven[group.rank()] / max(sum(uneven), 1)
-            if name == "all-to-all" and self.reduces and not uneven:
-                name = "reduce-scatter"
             axis = group.group_desc if group.group_desc in AXES else name
             self.add(axis, payload, share)
 
