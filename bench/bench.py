@@ -1,8 +1,9 @@
 """How fast a lesson is beside PyTorch's own modules and DeepSpeed: same weights and batches, turn by turn.
 
-    python bench/bench.py                                 (every lesson that has a peer; 2 ranks)
+    python bench/bench.py zero3                           (on 2 ranks; without a name, every lesson)
     python bench/bench.py zero3 --ranks 4 --size small --batch 16
     python bench/bench.py zero3 --also "--prefetch 0" --also zero2    (with other flags; another lesson)
+    python bench/bench.py zero3 --also HEAD~9             (as it was in that commit)
     python bench/bench.py zero3 --hosts 2 --rate 1gbit    (over a link; Linux and root: see bench/hosts.sh)
 
 Lessons come first, then flags: those below, and the lessons' own (--size, --batch, --dtype ...).
@@ -31,7 +32,9 @@ import math
 import os
 import re
 import shlex
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -46,8 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [f"{ROOT}/{folder}" for folder in (".", "bench", "tools")]
 import peers_data  # noqa: E402
 import peers_model  # noqa: E402
-from lessons import asked, complete, lessons, path_of  # noqa: E402
-from limit import run_to_its_end  # noqa: E402
+from lessons import asked, complete, lessons, path_of, special  # noqa: E402
 from peer import alone  # noqa: E402
 
 PEERS = peers_data.PEERS | peers_model.PEERS  # a lesson joins by a row there
@@ -62,11 +64,17 @@ PEAKS |= {"B200": 2250, "A100": 312, "A40": 150, "L40S": 362, "L40": 181, "L4": 
 # ---- on a rank ----
 
 
-def load(name):
+def load(name, commit=None):
     """A module of a lesson for one contender alone, as its functions are replaced."""
-    spec = importlib.util.spec_from_file_location(name, path_of(name))
-    lesson = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(lesson)
+    path = path_of(name)
+    with tempfile.NamedTemporaryFile(suffix=".py") as file:
+        if commit:
+            shown = ["git", "show", f"{commit}:./{path.relative_to(ROOT)}"]
+            file.write(subprocess.run(shown, cwd=ROOT, capture_output=True, check=True).stdout)
+            file.flush()
+        spec = importlib.util.spec_from_file_location(name, file.name if commit else path)
+        lesson = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(lesson)
     if os.environ.get("COMPILE"):
         lesson.Block.forward = torch.compile(lesson.Block.forward)
         lesson.mean_loss = torch.compile(lesson.mean_loss)
@@ -96,8 +104,8 @@ def batches_of(name, flags):
 class Ours:
     """A lesson's own train(), in a thread that waits for its turns: step() lets it take a step."""
 
-    def __init__(self, name, flags):
-        self.lesson = load(name)
+    def __init__(self, name, flags, commit=None):
+        self.lesson = load(name, commit)
         self.config = self.lesson.parse(flags)
         self.may_go = threading.Semaphore(0)
         self.has_stopped = threading.Semaphore(0)
@@ -194,7 +202,7 @@ class Race:
     """The contenders of one lesson on this rank. ours: {title: (lesson, flags)}; peers: {title: build}."""
 
     def __init__(self, name, options, flags):
-        """options.also: flags, or other lessons, that also run. options.peer: words of a peer's title."""
+        """options.also: flags, lessons or commits that also run. options.peer: words of a peer's title."""
         self.rounds = getattr(options, "rounds", 0)
         self.lesson = load(name)
         self.config = self.lesson.parse(flags)
@@ -202,19 +210,24 @@ class Race:
         torch.set_num_threads(1)
         share = self.config.batch // dist.get_world_size() // self.config.accum
         self.part = [tuple(tensor[:share] for tensor in batch) for batch in self.batches]
-        self.ours = {f"{name}.py": (name, flags)}
-        for first, *more in options.also:
-            other = first.removesuffix(".py")
-            own = (other, [*flags, *more]) if other in lessons() else (name, [*flags, first, *more])
-            self.ours[f"{own[0]}.py {shlex.join(own[1][len(flags) :])}".strip()] = own
-        self.peers = {title: build for title, build in PEERS[name].items() if options.peer in title}
+        self.ours = {f"{name}.py": (name, flags, None)}
+        for words in options.also:
+            first, *more = words
+            other, commit = first.removesuffix(".py"), None
+            if other not in lessons():
+                commit = None if first.startswith("-") else first
+                other, more = name, words if not commit else more
+            title = " ".join([f"{other}.py", *["of", commit] * bool(commit), *more])
+            self.ours[title] = other, [*flags, *more], commit
+        peers = PEERS.get(name, {}).items()
+        self.peers = {title: build for title, build in peers if options.peer in title}
         if not hasattr(self.config, "experts"):  # which get the tokens of all ranks
             self.peers = {ALONE: alone} | self.peers
 
     def build(self, title, steps, *more):
         if title in self.ours:
-            name, own = self.ours[title]
-            return Ours(name, [*own, "--steps", str(steps), *more])
+            name, own, commit = self.ours[title]
+            return Ours(name, [*own, "--steps", str(steps), *more], commit)
         return self.peers[title](self.lesson, self.config, self.device)
 
     def step(self, title, entry):
@@ -232,6 +245,8 @@ class Race:
 
     def compare(self, titles, folder):
         """End all if weights differ after three steps. Returns the largest root mean square difference."""
+        if special(self.lesson.__name__, "OTHER"):  # its naive version trains otherwise
+            return math.nan
         expected, worst = self.weights(titles[0], folder), 0.0
         for title in titles[1:]:
             if title == ALONE and dist.get_world_size() > 1:
@@ -304,6 +319,21 @@ def main_of_rank(options):
 # ---- around the ranks ----
 
 
+def run_to_its_end(command, **options):
+    """The exit code of a command, which ends before this process does, if that is told to end."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))
+    process = subprocess.Popen(command, **options)
+    try:
+        return process.wait()
+    finally:
+        process.terminate()
+        try:
+            process.wait(40)  # torchrun needs up to 30 seconds to end its ranks
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 def launch(name, options):
     """What rank 0 of a fresh set of processes wrote."""
     with tempfile.TemporaryDirectory() as folder:
@@ -315,7 +345,7 @@ def launch(name, options):
         else:
             start = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1"]
             start += [f"--nproc_per_node={options.ranks}"]
-        environment = {"PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99"}
+        environment = {"PYTHON": sys.executable, "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [*start, os.path.abspath(__file__), name, *own, *options.flags]
         if code := run_to_its_end(command, env=os.environ | environment):
             sys.exit(f"bench.py: {name} ended with exit code {code}")
@@ -371,11 +401,12 @@ def parse(words):
     parser.add_argument("--peer", default="", help="only peers whose title has these words (none: no peer)")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args(words[count:])
-    known = [name for name in lessons() if name in PEERS]
-    options.lessons = [word.removesuffix(".py") for word in words[:count]] or known
+    known = lessons()
+    options.lessons = [word.removesuffix(".py") for word in words[:count]]
+    options.lessons = options.lessons or [name for name in known if name in PEERS]
     for name in options.lessons:
         if name not in known:
-            refuse(f"{name}: has no peer here; choose from: {', '.join(known)}")
+            refuse(f"{name}: no such lesson; choose from: {', '.join(known)}")
     options.ranks = max(2, options.hosts) if options.ranks is None else options.ranks
     if min(options.rounds, options.ranks, options.hosts) < 1 or options.ranks % options.hosts:
         refuse("--rounds, --ranks and --hosts: must be 1 or more, --ranks a multiple of --hosts")

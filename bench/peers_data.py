@@ -163,7 +163,6 @@ PEERS = {
         "DeepSpeed 2, optimizer offloaded": deepspeed(2, True, offload=["optimizer"]),
         "DeepSpeed 3, all offloaded": deepspeed(3, True, offload=["optimizer", "param"]),
     },
-    "resume": dict(ZERO),
 }
 for stage in 1, 2, 3:
     PEERS[f"zero{stage}"] |= {

@@ -246,7 +246,7 @@ def test_hosts_leave_nothing_behind(name, twice, tmp_path):
     agent = tmp_path / "python"
     agent.write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 100\n")
     agent.chmod(0o755)
-    begin = "import sys; from limit import run_to_its_end; run_to_its_end(sys.argv[1:])"
+    begin = "import sys; from bench import run_to_its_end; run_to_its_end(sys.argv[1:])"
     hosts = ["bench/hosts.sh", "2", "1gbit", "--", "ddp.py"]
     env = os.environ | {"PYTHON": str(agent), "PYTHONPATH": str(ROOT / "bench")}
     options = {"cwd": ROOT, "env": env, "stderr": subprocess.DEVNULL, "start_new_session": True}
