@@ -70,7 +70,7 @@ def rows_of(name, options):
     flags = [*options.flags, *more.split()]
     here = vars(options) | {"ranks": ranks, "flags": flags, "also": [naive.split()] * bool(naive)}
     found = []
-    for hosts in [] if name in ALONE else [1, 2][:ranks]:
+    for hosts in [] if name in ALONE or not naive else [1, 2][:ranks]:
         rows = bench.launch(name, Namespace(**here | {"hosts": hosts}))["rows"]
         found.append({title: row["times"] for title, row in rows.items()})
     row = None
@@ -100,11 +100,18 @@ def main(options):
     os.makedirs("runs", exist_ok=True)
     peers = []
     link = options.rate
-    print(LINE.format("lesson", "ranks", "naive", "MB held", "MB sent", "ms, one host", f"ms, {link}"))
+    print(
+        LINE.format("lesson", "ranks", "naive", "MB held", "MB sent", "ms, one host", f"ms, {link}"),
+        flush=True,
+    )
     for name in options.lessons:
-        row, found = rows_of(name, options)
+        try:
+            row, found = rows_of(name, options)
+        except SystemExit as error:  # the others can go on
+            row, found = f"{name:<18}{error}", []
         peers += found
-        print(row or f"{name:<18}has no naive version", flush=True)
+        if row:
+            print(row, flush=True)
     print(f"\n{'lesson':<18}{'peer':<50}{'one host':>22}{link:>22}")
     print(*(row for _, row in sorted(peers)), sep="\n")
 
