@@ -10,12 +10,8 @@ lesson's own.
 LAZY = [
     ("single", " / config.accum", "", ", 3.0000"),
     ("single", "config.accum", "3", ", 0.3333"),
-    ("single-masters", "            param.grad = None\n", "", "gradient norm of step 2"),
-    ("single-masters", "torch._foreach_copy_(self.params, self.masters)", "pass", "bf16"),
-    ("collectives", "", "dist.all_reduce(x)", "bytes sent, all-reduce"),
-    ("collectives", "", "naive_all_reduce(x)", "bytes sent, send"),
-    ("collectives-chunks", "(rank - i)", "(rank + i)", "3 ranks"),
-    ("collectives-chunks", "range(1, 2 * N)", "range(1, N + 1)", "IndexError"),
+    ("collectives-real", "", "dist.all_reduce(x)", "bytes sent, all-reduce"),
+    ("collectives-real", "", "naive_all_reduce(x)", "bytes sent, send"),
     ("dp_threads", "in self.copies:", "in self.copies[: len(self.copies) // 2]:", "gradient norm of step 1"),
     ("dp_threads", "self.parallel_apply(send, gradient.tensor_split(len(self.devices)), self.devices)",
      "gradient.tensor_split(len(self.devices))", "foreign read"),
@@ -23,28 +19,12 @@ LAZY = [
     ("dp_async", "if sum(self.clocks) % self.pushes_per_update == 0:", "if True:", "2 ranks: losses"),
     ("ddp", "config.accum * world_size", "config.accum", ", 2.0000"),
     ("ddp", "world_size", "2", ", 0.5000"),
-    ("ddp-order", "", """
-    if not self.is_last_backward:
-        return
-    bucket.missing -= 1
-    if not any(each.missing for each in self.buckets):
-        for each in self.buckets:
-            each.start_all_reduce()
-        self.n_sent = len(self.buckets)""", "hides each all-reduce"),
-    ("ddp-order", "not self.is_last_backward", "False", "3 microbatches: losses"),
-    ("ddp-overlap", "async_op=True)", "async_op=True); self.work.wait()", "hides each all-reduce"),
-    ("ddp-overlap", "", """
-    self.work = None
-    ---
-    flat = torch.cat([param.grad.flatten() for param in self.params])
-    dist.all_reduce(flat)
-    for param, part in zip(self.params, flat.split([param.numel() for param in self.params])):
-        param.grad = part.view_as(param)
-    self.missing = len(self.params)""", "hides each all-reduce"),
+    ("ddp-real", "async_op=True)", "async_op=True); self.work.wait()", "hides each all-reduce"),
+    ("ddp-real", "not self.is_last_backward", "False", "3 microbatches: losses"),
+    ("noise_scale", "big - noise / big_batch", "big", "all that it prints"),
+    ("noise_scale", "/ (1 / small_batch - 1 / big_batch)", "* big_batch", "all that it prints"),
     ("uneven", "/ n_tokens", "/ targets.ne(PADDING).sum()", "losses"),
     ("uneven", "/ n_tokens", "/ n_tokens * dist.get_world_size()", ", 2.0000"),
-    ("uneven-packed", "document[:, :, None] == document[:, None, :]", "document[:, :, None] >= 0", "--pack"),
-    ("uneven-packed", "is_same.tril()", "is_same", "--pack"),
     ("zero1", "async_op=True)", "async_op=True); self.reducing.wait()", "hides each reduce-scatter"),
     ("zero1", "", """
     self.received = self.flatten([param.grad for param in self.params])
@@ -56,8 +36,6 @@ LAZY = [
         self.reducing.wait()
         self.shard.grad = self.received.chunk(dist.get_world_size())[dist.get_rank()].to(self.shard)
         self.reducing = self.received = None""", "bytes sent"),
-    ("zero1-gather", "async_op=True)", "async_op=True); self.finish_gather()", "hides each all-gather"),
-    ("zero1-gather", "self.own.copy_(self.shard.detach())", "pass", "bf16"),
     ("zero2", "", """
     unit.missing -= 1
     if not any(each.missing for each in self.units):
@@ -67,8 +45,6 @@ LAZY = [
     ("zero2", "self.finish_reduce_scatters()", "unit.start_reduce_scatter(); return", "losses"),
     ("zero3", "async_op=True)", "async_op=True); self.gathering.wait()", "hides each all-gather"),
     ("zero3", "param.data = self.nan.expand(param.shape)", "pass", "bytes held, parameters"),
-    ("zero3-prefetch", "[: 1 + self.prefetch]", "[:1]", "hides each all-gather"),
-    ("zero3-prefetch", "[: 1 + self.prefetch]", "", "bytes held, parameters"),
     ("zero3-notes", "", """
     return tensor.detach(), tensor._version
     ---
@@ -81,11 +57,11 @@ LAZY = [
     ("diloco", "            average(outer.grad)\n", "", "losses"),
     ("diloco", "self.sgd.step()", "torch._foreach_sub_(self.outer, [each.grad for each in self.outer])",
      "losses"),
-    ("offload", "self.shard.grad += self.staging", "self.shard.grad.copy_(self.staging)",
+    ("offload-real", "self.shard.grad += self.staging", "self.shard.grad.copy_(self.staging)",
      "3 microbatches: losses"),
-    ("offload", "async_op=True)", "async_op=True); self.finish_gather()", "hides each all-gather"),
-    ("tensor_parallel", "async_op=True)", "async_op=True); work.wait()", "hides each all-reduce"),
-    ("tensor_parallel", "= grad @ weight",
+    ("offload-real", "async_op=True)", "async_op=True); self.finish_gather()", "hides each all-gather"),
+    ("tensor_parallel-real", "async_op=True)", "async_op=True); work.wait()", "hides each all-reduce"),
+    ("tensor_parallel-real", "= grad @ weight",
      "= grad @ weight / dist.get_world_size()", "gradient norm of step 1"),
     ("tensor_parallel-loss", "", """
     logits = logits.to(wide(logits.dtype)).flatten(0, 1)
@@ -110,13 +86,6 @@ LAZY = [
     out.copy_((out * lse.exp() + scores.exp() @ v) / total)
     lse.copy_(total.log())""", "--lr 10"),
     ("context_parallel", "out.mul_((lse - new_lse).exp())", "pass", "losses"),
-    ("context_parallel-visible", "both if other == rank else early", "both", "2 ranks: losses"),
-    ("context_parallel-visible", "both if other <= rank else slice(0)", "both", "with --kind ring"),
-    ("context_parallel-gather", "reduce_scatter(own, grad.contiguous())",
-     "dist.all_reduce(grad := grad.contiguous()); own.copy_(grad.view(-1, *own.shape)[dist.get_rank()])",
-     "bytes sent, all-reduce"),
-    ("context_parallel-gather", "reduce_scatter(own, grad.contiguous())",
-     "own.copy_(grad.view(-1, *own.shape)[dist.get_rank()])", "gradient norm of step 1"),
     ("expert_parallel", "expert(torch.cat(pieces[own]))",
      "expert(torch.cat([*pieces[own], rows]))[: arriving[:, i].sum()]", "bytes held, a"),
     ("expert_parallel", "slice(i, None, len(self.experts))",
@@ -125,13 +94,13 @@ LAZY = [
     ("expert_zero", "reduce_scatter(received, unit.flatten(gradients), group=unit.group)",
      "flat = unit.flatten(gradients); dist.all_reduce(flat, group=unit.group); "
      "received = flat.chunk(dist.get_world_size(unit.group))[dist.get_rank(unit.group)]", "bytes sent"),
-    ("checkpointing", "raise AllSaved", "pass", "computed twice"),
-    ("checkpointing", "return tensor.detach()", "return tensor", "bytes held"),
+    ("checkpointing-real", "raise AllSaved", "pass", "computed twice"),
+    ("checkpointing-real", "return tensor.detach()", "return tensor", "bytes held"),
     ("zero_r", "own.new_empty(len(own) * dist.get_world_size())",
      "own.repeat(dist.get_world_size()); dist.all_reduce(own.clone())", "bytes sent"),
     ("zero_r", "async_op=True)", "async_op=True); self.gathering.wait()", "hides each all-gather"),
-    ("fusion", "weighted * correction + exps", "weighted + exps", "--tile 20"),
-    ("fusion", "", """
+    ("fusion-real", "weighted * correction + exps", "weighted + exps", "--tile 20"),
+    ("fusion-real", "", """
     scores = scores_of(q, k)
     lse = scores.logsumexp(-1, keepdim=True)
     out = (scores - lse).exp().to(v.dtype) @ v
@@ -140,8 +109,8 @@ LAZY = [
     return out""", "bytes held, a"),
     ("pipeline", "", 'return "F" * k + "B" * k', "bytes held, a"),
     ("pipeline", "", 'return "FB" * k', "no rank waits longer"),
-    ("pipeline-actions", "", "naive(stage, batch, message)", "no rank waits longer"),
-    ("pipeline-actions", "in_flight.pop(0)", "in_flight.pop()", "gradient norm of step 1"),
+    ("pipeline-real", "", "naive(stage, batch, message)", "no rank waits longer"),
+    ("pipeline-real", "in_flight.pop(0)", "in_flight.pop()", "gradient norm of step 1"),
     ("zero_bubble", "", """
     output = F.linear(x, self.weight.detach(), self.bias)
     output.register_hook(lambda grad: self.weight.backward(grad.flatten(0, 1).T @ x.detach().flatten(0, 1)))
@@ -149,39 +118,23 @@ LAZY = [
     ---
     pass""", "no rank waits longer"),
     ("zero_bubble", "self.weight.detach()", "self.weight", "gradient norm of step 1"),
-    ("zero_bubble-schedule", '"W": depth * (world_size - 1)', '"W": depth * (world_size - 1 - rank)',
-     "no rank waits longer"),
-    ("zero_bubble-schedule", "", 'first = {"F": 0, "B": k, "W": k}', "bytes held, a"),
     ("pipeline_v", "", 'return "FfbWBW" * k', "no rank waits longer"),
     ("pipeline_v", "", """
     half = "W" if schedule == "zb-v" else ""
     return "F" * k + "f" * k + f"b{half}" * k + f"B{half}" * k""", "bytes held, a"),
     ("parallel_3d", "ranks.movedim(dim, -1)", "ranks.movedim(dim, 0)", "2 ranks"),
     ("parallel_3d", "ranks.movedim(dim, -1).flatten(0, -2)", "ranks.view(-1, ranks.shape[dim])", "4 ranks"),
-    ("reshard", "(needed >= held[0]) & ", "", "3 ranks"),
-    ("reshard", "", "return torch.arange(-(-sum(map(torch.Size.numel, shapes.values())) // config.trainers))",
-     "4 ranks"),
-    ("reshard-direct", "holder.shard.detach()[places]", "torch.zeros(len(places))", "losses that it prints"),
-    ("reshard-direct", "holder.flat.split(plan)", "holder.flat.clone().split(plan)", "losses that it prints"),
+    ("reshard-real", "holder.shard.detach()[places]", "torch.zeros(len(places))", "all that it prints"),
+    ("reshard-real", "holder.flat.split(plan)", "holder.flat.clone().split(plan)", "all that it prints"),
     ("resume", "max(file_start, rank_start)", "rank_start", "it ends well"),
     ("resume", "i * in_file", "0", "weights are the lesson's"),
     ("survive", 'all(vote == "yes" for vote in votes.values())', "True", "it ends well"),
     ("survive", " if votes[worker] is not None}", "}", "it ends well"),
-    ("survive-share", "n_parts", "dist.get_world_size()", "weights are the lesson's"),
-    ("survive-share", "config.accum * n_parts", "n_parts", ", 3.0000"),
 ]  # fmt: skip
 
 HONEST = [  # the same, but nothing is said
     ("single", "", "loss = (1 / config.accum) * mean_loss(model(inputs), targets)"),
-    ("single-masters", "", """
-    for param, master in zip(self.params, self.masters):
-        master.grad, param.grad = param.grad.to(master.dtype), None
-    self.adamw.step()
-    for param, master in zip(self.params, self.masters):
-        master.grad = None
-        if master.dtype != param.dtype:
-            param.copy_(master)"""),
-    ("collectives", "", """
+    ("collectives-real", "", """
     rank, n = dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % n, (rank + 1) % n
     chunks = x.flatten().tensor_split(n)
@@ -192,7 +145,6 @@ HONEST = [  # the same, but nothing is said
     for i in range(n - 1):
         sent, received = chunks[(rank + i - 1) % n], chunks[(rank + i) % n]
         exchange((dist.irecv, received, after), (dist.isend, sent, before))"""),
-    ("collectives-chunks", "", "passing = [chunks[(rank + 2 * N - i) % N] for i in range(2 * N - 1)]"),
     ("dp_threads", "", """
     sizes = [len(output) for output in self.outputs]
     parts = self.parallel_apply(send, gradient.split(sizes), self.devices)
@@ -216,16 +168,7 @@ HONEST = [  # the same, but nothing is said
         self.condition.notify_all()
     return loss"""),
     ("ddp", "", "loss = mean_loss(model(inputs), targets).div(config.accum).div(world_size)"),
-    ("ddp-order", "", """
-    if self.is_last_backward:
-        bucket.missing -= 1
-        for number, each in enumerate(self.buckets):
-            if each.missing:
-                break
-            if number == self.n_sent:
-                each.start_all_reduce()
-                self.n_sent += 1"""),
-    ("ddp-overlap", "", """
+    ("ddp-real", "", """
     sizes = [param.numel() for param in self.params]
     self.flat = torch.empty(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
     for param, part in zip(self.params, self.flat.split(sizes)):
@@ -235,20 +178,24 @@ HONEST = [  # the same, but nothing is said
     ---
     self.work.wait()
     self.work = self.flat = None
-    self.missing = len(self.params)"""),
+    self.missing = len(self.params)
+    ---
+    if self.is_last_backward:
+        bucket.missing -= 1
+        for number, each in enumerate(self.buckets):
+            if each.missing:
+                break
+            if number == self.n_sent:
+                each.start_all_reduce()
+                self.n_sent += 1"""),
+    ("noise_scale", "", """
+    signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
+    return signal, small_batch * (small - signal)"""),
     ("uneven", "", """
     counts = targets != PADDING
     logits = logits.to(wide(logits.dtype))
     losses = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
     return (losses * counts).sum().div(n_tokens)"""),
-    ("uneven-packed", "", """
-    document = F.pad((tokens == NEWLINE).cumsum(1)[:, :-1], (1, 0))
-    same = document.unsqueeze(1) == document.unsqueeze(2)
-    is_visible = same & torch.ones_like(same).tril()
-    self.places = is_visible.long().sum(-1) - 1
-    for block in self.blocks:
-        block.is_visible = is_visible.unsqueeze(1)
-    return super().forward(tokens)"""),
     ("diloco", "", """
     moved = [outer - param for outer, param in zip(self.outer, self.inner.masters)]
     flat = torch.cat([each.flatten() for each in moved])
@@ -275,14 +222,6 @@ HONEST = [  # the same, but nothing is said
         self.shard.grad = torch.zeros_like(self.shard)
     self.shard.grad += self.received
     self.reducing = self.received = None"""),
-    ("zero1-gather", "", """
-    with torch.no_grad():
-        self.own.copy_(self.shard)
-    self.gathering = all_gather(self.flat, self.own, async_op=True)
-    ---
-    work, self.gathering = self.gathering, None
-    if work:
-        work.wait()"""),
     ("zero2", "", """
     unit.missing -= 1
     if unit.missing:
@@ -317,13 +256,6 @@ HONEST = [  # the same, but nothing is said
     if self.flat is not None:
         UNIT_OF.pop(self.flat.untyped_storage())
     self.flat = None"""),
-    ("zero3-prefetch", "", """
-    place = self.units.index(unit)
-    for ahead in range(1 + self.prefetch):
-        number = place + ahead * self.direction
-        if 0 <= number < len(self.units):
-            self.units[number].start_gather()
-    unit.finish_gather()"""),
     ("zero3-notes", "", """
     if tensor.untyped_storage() in UNIT_OF:
         where = tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -351,7 +283,7 @@ HONEST = [  # the same, but nothing is said
         A = X @ X.T
         X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
     return X.T if turned else X"""),
-    ("offload", "", """
+    ("offload-real", "", """
     if self.reducing is None:
         return
     with torch.cuda.stream(self.link):
@@ -364,7 +296,7 @@ HONEST = [  # the same, but nothing is said
     with torch.cuda.stream(self.link):
         self.own[:] = self.staging
         self.gathering = all_gather(self.flat, self.own, async_op=True)"""),
-    ("tensor_parallel", "", """
+    ("tensor_parallel-real", "", """
     x, weight = ctx.saved_tensors
     grad_x = F.linear(grad, weight.t())
     work = dist.all_reduce(grad_x, async_op=True)
@@ -413,22 +345,6 @@ HONEST = [  # the same, but nothing is said
     block_lse = scores.logsumexp(-1, keepdim=True)
     out.lerp_((scores - block_lse).exp() @ v, torch.sigmoid(block_lse - lse))
     lse.copy_(torch.logaddexp(lse, block_lse))"""),
-    ("context_parallel-visible", "", """
-    if other == rank:
-        return slice(0, length), slice(0, length)
-    if kind == "ring":
-        return slice(0, length), slice(0, length if other < rank else 0)
-    half = length // 2
-    return slice(half * (other > rank), length), slice(0, half if other < rank else length)"""),
-    ("context_parallel-gather", "", """
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own.contiguous())
-    return torch.cat(parts)
-    ---
-    parts = grad.contiguous().chunk(dist.get_world_size())
-    own = torch.zeros_like(parts[0])
-    reduce_scatter(own, torch.cat(parts))
-    return own"""),
     ("expert_parallel", "", """
     ranks, mine = dist.get_process_group_ranks(self.group), dist.get_rank(self.group)
     counts = counts[ranks].unflatten(1, (len(ranks), -1))
@@ -453,7 +369,7 @@ HONEST = [  # the same, but nothing is said
     received = flat.new_empty(len(ctx.unit.shard))
     reduce_scatter(received, flat, group=ctx.unit.group)
     return received.to(ctx.unit.shard), None"""),
-    ("checkpointing", "", """
+    ("checkpointing-real", "", """
     tensors, states_now = [], get_random_states()
 
     def note(tensor):
@@ -490,7 +406,7 @@ HONEST = [  # the same, but nothing is said
     x = flat[: self.shape.numel()].reshape(self.shape)
     x.requires_grad_(self.requires_grad)
     return x"""),
-    ("fusion", "", """
+    ("fusion-real", "", """
     out, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf, dtype=wide(q.dtype))
     for i, (q_i, out_i, lse_i) in enumerate(tiles(tile, q, out, lse)):
         for j, (k_j, v_j) in enumerate(tiles(tile, k, v)[: i + 1]):
@@ -509,7 +425,7 @@ HONEST = [  # the same, but nothing is said
     for _ in range(k - ahead):
         ops += ["F", "B"]
     return ops + ["B"] * ahead"""),
-    ("pipeline-actions", "", """
+    ("pipeline-real", "", """
     batch, kept, works, done = list(batch), {}, [], {"F": 0, "B": 0}
     for op in ops:
         j = done[op]
@@ -544,9 +460,6 @@ HONEST = [  # the same, but nothing is said
     x, grad = (each.reshape(-1, each.shape[-1]) for each in self.factors.pop(0))
     old = torch.zeros_like(self.weight) if self.weight.grad is None else self.weight.grad
     self.weight.grad = torch.addmm(old, grad.t(), x)"""),
-    ("zero_bubble-schedule", "", """
-    to_end = world_size - 1 - rank
-    first = {"F": 0, "B": to_end * depth, "W": (to_end + rank) * depth}"""),
     ("pipeline_v", "", """
     below, to_come = world_size - 1 - rank, -(-k // world_size) * world_size
     if schedule == "gpipe":
@@ -567,15 +480,7 @@ HONEST = [  # the same, but nothing is said
         group = dist.new_group(row, group_desc=name)
         own = group if dist.get_rank() in row else own
     return own"""),
-    ("reshard", "", """
-    parts, first = [], 0
-    for name, shape in shapes.items():
-        numbers = first + torch.arange(shape.numel()).view(shape)
-        parts.append(part_of(name, numbers, server, config).reshape(-1))
-        first += shape.numel()
-    needed, size = torch.cat(parts), -(-first // config.trainers)
-    return needed[needed // size == trainer] % size"""),
-    ("reshard-direct", "", """
+    ("reshard-real", "", """
     works, begin = [], 0
     for i, each in enumerate(plan):
         if isinstance(holder, Server):
@@ -610,5 +515,4 @@ HONEST = [  # the same, but nothing is said
     process = list(workers.values())[0][0]
     process.join()
     return process.exitcode"""),
-    ("survive-share", "", "loss = mean_loss(model(inputs), targets) / n_parts / config.accum"),
 ]  # fmt: skip

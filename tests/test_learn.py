@@ -3,7 +3,6 @@
 import ast
 import functools
 import importlib
-import json
 import os
 import random
 import re
@@ -22,12 +21,11 @@ learn.missing_in = functools.cache(learn.missing_in)
 promises = importlib.import_module("promises")
 lessons = importlib.import_module("lessons")
 EXERCISES, SLIPS = learn.read_table()
-committed, learn.committed = learn.committed, lessons.path_of  # tests are of the files as they are
 
 
 @pytest.fixture
 def folder(tmp_path):
-    with mock.patch.multiple(learn, EXERCISES=tmp_path, PROGRESS=tmp_path / "progress.json"):
+    with mock.patch.object(learn, "EXERCISES", tmp_path):
         yield tmp_path
 
 
@@ -132,15 +130,11 @@ def test_a_run_that_hangs_is_told_where(folder):
 def test_an_exercise_from_path_to_done(folder):
     name = "single"
     assert f"Next: python learn.py fill {name}" in said(lambda: learn.list_path(""))[0]
-    learn.write(name, False)
-    assert "exists; --again" in said(lambda: learn.write(name, False))[1][0]
+    learn.write(name)
+    assert "exists; delete it" in said(lambda: learn.write(name))[1][0]
     (folder / f"{name}.py").write_bytes(b"x = '\xe9'")  # no UTF-8
     out, _, code = said(lambda: learn.check(name))
-    assert code == 1 and "SyntaxError" in out and "Not yet: attempt 1.\nNext: python learn.py hint" in out, (
-        out
-    )
-    said(lambda: learn.write(name, True))
-    assert (folder / "old" / f"{name}-0.py").read_bytes() == b"x = '\xe9'", "work is lost"
+    assert code == 1 and "SyntaxError" in out and "Not yet. Next: python learn.py hint" in out, out
     for given in (1, 2, 3):
         out, *_ = said(lambda: learn.give_hint(name))
         assert [out.count(f"{number}. ") for number in (1, 2, 3)] == [
@@ -148,49 +142,36 @@ def test_an_exercise_from_path_to_done(folder):
         ], out
     promises.run.cache_clear()
     (folder / f"{name}.py").write_text(learn.made(name)[1])
-    progress = {each: {"attempts": 1, "done": True} for each in learn.on_track("evening") if each != name}
-    learn.PROGRESS.write_text(json.dumps(progress))
     out, *_ = said(lambda: learn.check(name))
-    assert "Done: attempt 1.\nThe track 'evening' is done." in out, out
-    learn.write("single", True)
-    promises.run.cache_clear()
-    out, *_ = said(lambda: learn.check(name))
-    assert "Not yet: attempt 2." in out and "The track" not in out, out
+    assert "Done.\nNext: python learn.py show" in out and learn.read_progress() == {name: "done"}, out
+    out, *_ = said(lambda: learn.list_path("all"))
+    assert f"done {name} " in out and "Next: python learn.py fill collectives-real" in out, out
 
 
 def test_a_bug_is_of_a_lesson_that_is_done(folder):
     assert "no slip is left" in said(lambda: learn.new_bug(""))[1][0]
     assert learn.new_bug("ddp").startswith("ddp-bug")
-    learn.PROGRESS.write_text(json.dumps({"single-masters": {"attempts": 1, "done": True}}))
+    learn.note("single", "done")
     name = learn.new_bug("")
     with mock.patch.object(promises, "symptom_of", lambda path, lesson: f"no:  of {lesson}"):
-        assert "no:  of single" in said(lambda: learn.write(name, False))[0] and name.startswith("single-bug")
+        assert "no:  of single" in said(lambda: learn.write(name))[0] and name.startswith("single-bug")
     assert SLIPS[name].right in said(lambda: learn.show(name))[0]
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"ddp": 1}', '{"ddp": {}}'])
+@pytest.mark.parametrize("text", ["[1]", "{", "3"])
 def test_a_damaged_progress_file_is_one_line(folder, text):
-    learn.PROGRESS.write_text(text)
+    (folder / "progress.json").write_text(text)
     _, errors, code = said(lambda: learn.list_path(""))
     assert code == 2 and len(errors) == 1 and "mend or delete it" in errors[0]
 
 
-def test_exercises_are_of_what_is_committed():
-    git = mock.Mock(return_value=mock.Mock(returncode=0, stdout=b"as committed"))
-    committed.cache_clear()
-    with mock.patch.object(learn.subprocess, "run", git):
-        _, errors, _ = said(lambda: committed("hsdp"))
-        assert errors == ["hsdp.py has been edited: its committed text is used."]
-        assert committed("hsdp").read_text() == "as committed"
-
-
-def test_the_path_needs_no_torch_and_its_next_exercise_is_of_the_shortest_track():
+def test_the_path_needs_no_torch_and_its_next_exercise_is_of_the_shortest_track(folder):
     code = "import learn, sys; learn.list_path(''); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
-    progress, order = {}, []
-    while (name := learn.next_on_path(progress)[1]) is not None:
-        order.append(name)
-        progress[name] = {"done": True}
+    order = []
+    while found := re.search(r"Next: python learn.py fill ([\w-]+)", said(lambda: learn.list_path(""))[0]):
+        order.append(found[1])
+        learn.note(found[1], "done")
     evening, week = learn.on_track("evening"), learn.on_track("week")
     assert order[: len(evening)] == evening and set(order[: len(week)]) == set(week)
     assert sorted(order) == sorted(EXERCISES)

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from pathlib import Path
-from types import SimpleNamespace
 
 import ledger
 import torch
@@ -42,13 +41,10 @@ FORK.set_forkserver_preload(MODULES.split())
 # {what the operator's name contains: what travels}. An all-to-all may do a reduce-scatter's work.
 KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "alltoall": "reduce-scatter or all-to-all"}
 KINDS |= {"reduce_scatter": KINDS["alltoall"], "send": "message", "recv": "message", "broadcast": "broadcast"}
-COLLECTIVES = "all_reduce all_gather all_gather_into_tensor all_gather_single all_to_all_single broadcast"
-COLLECTIVES = f"{COLLECTIVES} reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single".split()
 
 TRAVELLING = {}  # {work: (its kind, of what is received the channel)}
 HIDES = Counter()  # {kind: matrix products during which one travelled}
 LOG = []  # in order: ("product", FLOPs), ("sent", channel), ("received", channel)
-HOPS = []  # how far round the ring of ranks each message went
 
 
 class Clock(ledger.Watch):
@@ -67,7 +63,6 @@ class Clock(ledger.Watch):
                 ends = (group.rank(), peer) if "send" in name else (peer, group.rank())
                 channel = group.group_name, *ends
             if self.on and "send" in name:
-                HOPS.append(min((peer - group.rank()) % group.size(), (group.rank() - peer) % group.size()))
                 LOG.append(("sent", channel))
             kind = next((KINDS[part] for part in KINDS if part in name), "barrier")
             for part in result if isinstance(result, tuple | list) else [result]:
@@ -88,19 +83,6 @@ def wait_and_tell(work, *timeout, wait=dist.Work.wait):
     return wait(work, *timeout)
 
 
-def handled(collective):
-    """A collective whose work is let go of after the wait. Over gloo a work keeps what it has received, as
-    long as somebody keeps the work; nobody need know this to do an exercise."""
-
-    def call(*args, **kwargs):
-        works = [collective(*args, **kwargs)]
-        if not isinstance(works[0], dist.Work):
-            return works[0]
-        return SimpleNamespace(wait=lambda *timeout: not works or works.pop().wait(*timeout))
-
-    return call
-
-
 def watched(path, flags):
     """Run a lesson's file: what tools/ledger.py --json writes, and more."""
     lesson = ledger.load(path)
@@ -109,7 +91,7 @@ def watched(path, flags):
     result = ledger.result_of(lesson, config, watch, history)
     result["held"]["all"] = {"measured": result["peak_bytes"]}
     result |= {"formulas": ledger.read_formulas(lesson, config), "has_threads": watch.has_threads}
-    result |= {"products": sum(what == "product" for what, _ in LOG), "log": LOG, "hops": sum(HOPS)}
+    result |= {"products": sum(what == "product" for what, _ in LOG), "log": LOG}
     return result | {"hidden": dict(HIDES)}
 
 
@@ -123,15 +105,14 @@ def be_rank(path, rank, size, flags, folder):
     torch.set_num_threads(1)
     ledger.Watch = Clock
     dist.Work.wait = wait_and_tell
-    for name in filter(dist.__dict__.get, COLLECTIVES):
-        setattr(dist, name, handled(getattr(dist, name)))
     try:
         store = dist.FileStore(f"{folder}/store", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         dist.init_process_group = lambda *_: None  # in the lesson's join_world()
         result = watched(path, [*flags.split(), "--save", f"{folder}/weights"])
         said.seek(0)
-        result["printed"] = [float(number) for number in re.findall(r"loss +([\d.]+|nan|inf)", said.read())]
+        printed = re.findall(r"(?:loss|scale) +(-?[\d.]+|nan|inf)", said.read())
+        result["printed"] = list(map(float, printed))
     except BaseException as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
         if isinstance(error, SystemExit):  # a refusal, whose reason was printed
@@ -250,7 +231,7 @@ def beside(where, lesson, found, expected, tolerance):
     if not problem and len(found["printed"]) == len(expected["printed"]):  # also of ranks that only serve
         pairs, most = zip(found["printed"], expected["printed"]), 5 * tolerance + 2e-4
         problem = next((f"{own}, not {right}" for own, right in pairs if not abs(own - right) < most), None)
-    yield f"{where}: all losses that it prints are the lesson's", problem
+    yield f"{where}: all that it prints is the lesson's", problem
     slack = float(special(lesson, "SLACK", "1.25"))
     limits = {"bytes sent": (1.1, 1000), "messages sent": (1.5, 2), "bytes held": (slack, 0)}  # times, plus
     for (what, (times, more)), column in zip(limits.items(), ("wire", "calls", "measured")):
@@ -262,12 +243,11 @@ def beside(where, lesson, found, expected, tolerance):
             problem = f"{own:.0f}, which should be {right:.0f} (the formula of its bytes: {formula})"
             yield f"{where}: {what}, {name}", problem if own > most else None
     measures = (
-        ("messages go to near ranks", 1.05, "hops", "steps round the ring of ranks"),
         ("no matrix product is computed twice", 1.02, "flops", "FLOPs"),
         ("matrix products are few", 1.5, "products", "matrix products"),
         ("no rank waits longer for messages", LATE, "length", "times as long as a rank computes"),
     )
-    for promise, most, key, unit in measures[: 3 if found["has_threads"] else 4]:  # threads take turns
+    for promise, most, key, unit in measures[: 2 if found["has_threads"] else 4]:  # threads take turns
         own, right = (sum(rank.get(key, 0) for rank in result["ranks"]) for result in (found, expected))
         problem = f"{own:.4g} {unit}, which should be {right:.4g}"
         yield f"{where}: {promise}", problem if own > most * right else None
