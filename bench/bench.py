@@ -13,17 +13,15 @@ every round begins with another one. The lesson is its own train(), unmodified, 
 turns. All get the same batches, which were made before.
 
 ms: the median time of a step. ratio: the lesson's time over this row's in the same round, its median, least
-and most; below 1 the lesson was faster. MB: the most that was allocated in a step, with weights and optimizer
-(on a CPU after any operator; lessons' also have 2 MB that MKL keeps for a thread). sent MB: what a host sent
-in a step. MFU: 6P + 12Lhs FLOPs a token (PaLM, arXiv 2204.02311, appendix B; no recomputation), over the
-GPUs' dense bf16 peak. "compute alone" is 1/N of the batch through the whole model, without messages.
+and most; below 1 the lesson was faster. MB: the most that was allocated on a GPU in a step. sent MB: what a
+host sent in a step. MFU: 6P + 12Lhs FLOPs a token (PaLM, arXiv 2204.02311, appendix B; no recomputation), over
+the GPUs' dense bf16 peak. "compute alone" is 1/N of the batch through the whole model, without messages.
 
 COMPILE=1 in the environment: the blocks and the loss of all contenders go through torch.compile.
 """
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import importlib.util
 import itertools
@@ -43,7 +41,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [f"{ROOT}/{folder}" for folder in (".", "bench", "tools")]
@@ -110,16 +107,13 @@ class Ours:
         self.may_go = threading.Semaphore(0)
         self.has_stopped = threading.Semaphore(0)
         self.error = None
-        self.meter = contextlib.nullcontext()  # of the step that is under way
         microbatches, batches = self.lesson.microbatches, []
 
         def begin(*arguments):
-            self.meter.__exit__(None, None, None)
             if not batches:
                 batches.extend(microbatches(**asked(microbatches, arguments) | {"step": 1}))
             self.has_stopped.release()
             self.may_go.acquire()
-            self.meter.__enter__()
             return iter(batches)
 
         self.lesson.microbatches = begin
@@ -155,47 +149,6 @@ def bytes_sent():
     link = os.environ.get("GLOO_SOCKET_IFNAME")
     lines = Path("/proc/self/net/dev").read_text().splitlines() if link else []
     return next((int(line.split()[9]) for line in lines if line.strip().startswith(f"{link}:")), 0)
-
-
-class HeapInfo(ctypes.Structure):  # glibc's struct mallinfo2
-    _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
-
-
-def allocated(device):
-    """Bytes on a GPU, or those that malloc has given out; nan without glibc 2.33 or later."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if not mallinfo:
-        return math.nan
-    mallinfo.restype = HeapInfo
-    info = mallinfo()
-    return info.field4 + info.field7  # large pieces, and the others
-
-
-class Peak(TorchDispatchMode):
-    """The most that is allocated while it is entered."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.device, self.most = device, 0
-
-    def __enter__(self):
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return self
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        if self.device.type == "cuda":
-            self.most = torch.cuda.max_memory_allocated(self.device)
-        else:
-            super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.most = max(self.most, allocated(self.device))
-        return result
 
 
 class Race:
@@ -262,21 +215,17 @@ class Race:
         return worst
 
     def enter(self, title):
-        """(a contender that has taken three steps, the most bytes that it had in the third)."""
+        """(a contender that has taken three steps, the most bytes that it had on a GPU in the third)."""
         gc.collect()
-        before = allocated(self.device)
+        on_gpu = self.device.type == "cuda"
+        before = torch.cuda.memory_allocated(self.device) if on_gpu else 0
         entry = self.build(title, 10**6)
         for _ in range(2):
             self.step(title, entry)
-        meter = Peak(self.device)
-        if title in self.ours:  # in whose thread it is entered
-            entry.meter = meter
-            self.step(title, entry)
-            entry.meter = contextlib.nullcontext()
-        else:
-            with meter:
-                self.step(title, entry)
-        return entry, meter.most - before
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.step(title, entry)
+        return entry, torch.cuda.max_memory_allocated(self.device) - before if on_gpu else 0
 
     def run(self, folder):
         """{apart, tokens, flops, rows: {title: {bytes, times and bytes sent of the rounds}}, missing}."""
@@ -363,7 +312,8 @@ def show(name, options, result):
         ratios = [own / other for own, other in zip(ours, row["times"])]
         cells = {"ms": f"{ms:.2f}", "ratio": f"{statistics.median(ratios):.3f}"}
         cells |= {"least": f"{min(ratios):.3f}", "most": f"{max(ratios):.3f}"}
-        cells["MB"] = f"{row['bytes'] / 1e6:.2f}"
+        if gpu:
+            cells["MB"] = f"{row['bytes'] / 1e6:.2f}"
         if options.hosts > 1:
             cells["sent MB"] = f"{statistics.median(row['sent']) / 1e6:.2f}"
         cells["tokens/s"] = f"{1e3 * result['tokens'] / ms:.0f}"

@@ -1,4 +1,6 @@
-"""How long a schedule of pipeline.py, zero_bubble.py or pipeline_v.py leaves its ranks idle."""
+"""How long a schedule of pipeline.py, zero_bubble.py or pipeline_v.py leaves its ranks idle.
+
+python tools/bubble.py prints it, as % of the time, for the times of arXiv 2401.10241, table 5."""
 
 from collections import Counter, defaultdict, namedtuple
 
@@ -52,3 +54,29 @@ def bubble_rate(schedule, t_f, t_b, t_w, t_comm=0.0, open_sends=99):
                     now = max(now, arrival[sends.pop(0)])
             longest = max(longest, now - began)
     return 1 - sum(duration[action.op] for action in schedule[0]) / longest
+
+
+LESSONS = {"gpipe": "pipeline", "1f1b": "pipeline", "zb-h1": "zero_bubble", "zb-h2": "zero_bubble"}
+LESSONS |= {"interleaved": "pipeline_v", "zb-v": "pipeline_v"}
+# ranks; microbatches; milliseconds of F, B, W and a message
+PAPER = [(8, 24, 18.522, 18.086, 9.337, 0.601), (8, 32, 18.513, 18.086, 9.331, 0.626)]
+PAPER += [(8, 64, 18.546, 18.097, 9.321, 0.762)]
+
+
+def main():
+    import ledger
+    from lessons import path_of
+
+    print("ranks  microbatches" + "".join(f"{name:>13}" for name in LESSONS))
+    for ranks, k, *times in PAPER:
+        cells = []
+        for name, lesson in LESSONS.items():
+            schedule = schedule_of(ledger.load(path_of(lesson)), name, ranks, k)
+            halves = 2 if lesson == "pipeline_v" else 1  # a rank's two stages have half of the layers each
+            *work, message = times
+            cells.append(bubble_rate(schedule, *(each / halves for each in work), message))
+        print(f"{ranks:>5}{k:>14}" + "".join(f"{100 * cell:>13.2f}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
