@@ -14,8 +14,8 @@ turns. All get the same batches, which were made before.
 
 ms: the median time of a step. ratio: the lesson's time over this row's in the same round, its median, least
 and most; below 1 the lesson was faster. MB: the most that was allocated on a GPU in a step. sent MB: what a
-host sent in a step. MFU: 6P + 12Lhs FLOPs a token (PaLM, arXiv 2204.02311, appendix B; no recomputation), over
-the GPUs' dense bf16 peak. "compute alone" is 1/N of the batch through the whole model, without messages.
+host sent in a step. MFU: 6P + 12Lhs FLOPs a token (PaLM, arXiv 2204.02311, appendix B; no recomputation),
+over the GPUs' dense bf16 peak. "compute alone": 1/N of the batch through the whole model, without messages.
 
 COMPILE=1 in the environment: the blocks and the loss of all contenders go through torch.compile.
 """

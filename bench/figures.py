@@ -1,6 +1,6 @@
 """Run the commands of docs/results again, and put what they print in its place: ./run.sh figures [PAGE ...]
 
-A figure is a line with its `command` | date, commit, machine; an empty line; and, between ```, what it printed.
+A figure: a line with its `command` | date, commit, machine; an empty line; and, between ```, what it printed.
 Pages of GPUs and of other machines are not among them. As root on Linux, on a quiet machine; 40 minutes.
 """
 
