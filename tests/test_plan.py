@@ -169,6 +169,50 @@ def check_advice(name):
         assert head.startswith(f"plan | {count}") and f"Take {advice}" in why, f"other advice: {head}, {why}"
 
 
+SHAPES = {
+    "1B": (16, 16, 2048, 2048, 50304),
+    "13B": (40, 40, 5120, 2048, 50304),
+    "30B": (60, 52, 6656, 2048, 50304),
+}
+SHAPES |= {"gpt2": (12, 12, 768, 1024, 50304), "gpt2-xl": (48, 25, 1600, 1024, 50304)}
+SHAPES |= {"7.5B": (32, 34, 4352, 2048, 50304), "70B": (80, 64, 8192, 4096, 128256)}
+JOBS = """1B DP 8; 1B DP 1 --gpu-gb 24; gpt2 DP 1 --gpu-gb 24 --micro-batch 16; gpt2-xl Offload 1 --gpu-gb 24
+gpt2-xl ZeRO-1 4 --gpu-gb 24; 7.5B ZeRO-1 8; 7.5B DP 8 --gpu h200; 7.5B ZeRO-1 16; 7.5B ZeRO-1 64
+13B ZeRO-2 8; 13B ZeRO-3 16 --gpu-gb 40; 13B ZeRO-1 64; 30B ZeRO-3 16; 30B ZeRO-3 128
+7.5B ZeRO-1 64 --seq 32768 --cp 8; 7.5B ZeRO-1 64 --seq 131072 --cp 64; 70B mesh 32; 70B mesh 512; 70B no 8"""
+
+
+def by_hand(kind, ranks, shape, batch, share):
+    """GB at the peak, in 16 bits, with flash attention. P parameters, of which U in a block and E in none; A
+    bytes of activations. Where gradients stay, they are there (2P), too, when the last backward begins."""
+    L, a, h, s, v = shape
+    U, E = 12 * h * h + 13 * h, (v + s + 2) * h
+    P, A = L * U + E, batch * s / share * (L * (32 * h + 4 * a) + 12 * v + 4 * h)
+    if (
+        kind == "mesh"
+    ):  # 8 split each layer, over 4 stages: the first has 20 layers, and 4 microbatches of each
+        P, A = 20 * 12 * h * h / 8 + (v / 8 + s) * h, 4 * 20 * s * h * (8 + 24 / 8)
+    sizes = {"DP": 14 * P + max(A + 2 * P, 4.4 * P), "ZeRO-1": (4 + 12 / ranks) * P + A, "mesh": 16 * P + A}
+    sizes |= {"ZeRO-2": (2 + 12 / ranks) * P + A, "ZeRO-3": 12 * P / ranks + 2 * (E + 2 * U) + A}
+    return (sizes | {"Offload": 2 * P + A})[kind] / 1e9
+
+
+def check_jobs(name):
+    """Jobs of 1B to 70B parameters, long sequences and a GPU of 24 GB, worked out by hand."""
+    plan = planner(name)
+    for model, kind, gpus, *flags in map(str.split, re.split("[;\n]", JOBS)):
+        shape = zip(plan.Shape._fields, SHAPES[model])
+        job = plan.parse([*(f"--{field}={size}" for field, size in shape), "--gpus", gpus, *flags])
+        take, why = plan.advise(job)
+        if kind == "no":
+            assert take is None, f"{model} fits on {gpus}: {why}"
+            continue
+        found = "mesh" if take["strategy"].startswith("t8 x p4") else take["strategy"]
+        assert found == kind, f"{model} on {gpus}: {why}"
+        expected = by_hand(kind, int(gpus), job.shape, job.micro_batch, job.cp)
+        near(take["bytes"]["peak"] / 1e9, expected, f"by hand: {model} on {gpus}")
+
+
 def random_flags(draw):
     heads, node, gpus = draw.choice((1, 2, 3, 6)), draw.choice((1, 2, 4, 8)), draw.randint(1, 3)
     flags = f"--layers {draw.randint(1, 6)} --heads {heads} --hidden {heads * draw.choice((8, 320))} --seq 96"
@@ -234,7 +278,16 @@ def test_it_runs_without_torch_and_json_is_the_table_in_bytes():
         near([float(cell) * 1e9 for cell in cells[:7]], [*row["bytes"].values()], f"{name}: other cells")
 
 
-CHECKS = check_published, check_layer, check_measured, check_lessons, check_sent, check_stages, check_advice
+CHECKS = (
+    check_published,
+    check_layer,
+    check_measured,
+    check_lessons,
+    check_sent,
+    check_stages,
+    check_advice,
+    check_jobs,
+)
 test_each_promise_is_kept = holds("tools/plan", *CHECKS, check_random_jobs)
 FORMULAS = [
     ("(4 * width + 2) * numbers", "4 * width * numbers", check_layer, "not table 2: ('none'"),
@@ -247,6 +300,7 @@ FORMULAS = [
     ('letters[many]) for many in "Xt"', 'letters["t"]) for many in "Xt"', check_published, "Mixtral"),
 ]
 PLAN = [
+    ('size["parameters"] + size["optimizer"] + most', 'size["parameters"] + most', check_jobs, "by hand"),
     ("sorted({0, pipeline - 1})", "[0]", check_stages, "not the fullest stage"),
     ("pipeline - stage), *ends", "pipeline), *ends", check_stages, "others in flight"),
     ("- alone) // 2", "- alone) // 4", check_sent, "--recompute full"),
