@@ -3,9 +3,11 @@
 #
 #   bench/hosts.sh HOSTS RATE [--ranks-per-host K] -- ddp.py --size small ...
 #   bench/hosts.sh 2 1gbit -- ddp.py --size small
+#   bench/hosts.sh HOSTS RATE --within COMMAND [ARGUMENT ...]
 #
-# Runs torchrun with --nnodes=HOSTS, one agent in each namespace; exits with a host's status if one fails, and
-# takes everything down however it ends.
+# Runs torchrun with --nnodes=HOSTS, one agent in each namespace; or a command that puts its ranks there by
+# itself, into $NETNS-0 and so on, as tools/run.py does. Exits with a host's status if one fails, and takes
+# everything down however it ends.
 set -euo pipefail
 
 usage="usage: bench/hosts.sh HOSTS RATE [--ranks-per-host K] -- SCRIPT [ARGUMENT ...]"
@@ -13,7 +15,8 @@ usage="usage: bench/hosts.sh HOSTS RATE [--ranks-per-host K] -- SCRIPT [ARGUMENT
 hosts=$1 rate=$2 per_host=1
 shift 2
 if [ "$1" = --ranks-per-host ]; then per_host=$2; shift 2; fi
-[ "${1-}" = -- ] || { echo "$usage" >&2; exit 2; }
+within=${1-}
+[ "$within" = -- ] || [ "$within" = --within ] || { echo "$usage" >&2; exit 2; }
 shift
 [[ $hosts =~ ^[1-9][0-9]?$ && $per_host =~ ^[1-9][0-9]*$ ]] || { echo "$usage (HOSTS: 1 to 99)" >&2; exit 2; }
 [[ $rate =~ ^[0-9]*[1-9][0-9]*[kmg]?bit$ ]] || { echo "$usage (RATE: 1gbit, 100mbit ...)" >&2; exit 2; }
@@ -53,7 +56,14 @@ for ((host = 0; host < hosts; host++)); do
     ip netns exec "$name-$host" tc qdisc add dev eth0 root tbf rate "$rate" burst 256kb latency 50ms
     tc qdisc add dev "$name.$host" root tbf rate "$rate" burst 256kb latency 50ms
 done
-for ((host = 0; host < hosts; host++)); do
+if [ "$within" = --within ]; then
+    NETNS=$name "$@" &
+    children+=($!)
+    hosts_started=0
+else
+    hosts_started=$hosts
+fi
+for ((host = 0; host < hosts_started; host++)); do
     ip netns exec "$name-$host" env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
         "$python" -m torch.distributed.run --nnodes="$hosts" --node_rank="$host" \
         --nproc_per_node="$per_host" --master_addr=10.77.0.1 --master_port=29500 "$@" &

@@ -1,15 +1,15 @@
 """The lessons as pages that open from disk and from any static host.
 
     ./run.sh site
-    python site/book.py [FOLDER] [--films NAMES] [--link RATE]    (default: docs/site, a film of every lesson)
+    python site/book.py [FOLDER] [--films NAMES]    (default: docs/site, films of every lesson)
 
 A lesson's page has its docstring, its code, its results, the film of a step, and what differs from its
 neighbour, the first lesson that its docstring names. README and docs are pages, too. Only films and search
 need JavaScript.
 
-Films are made here, by tools/ledger.py on 4 ranks, and kept in runs/films until the lesson changes. --films
-none makes none, --films ddp,zero3 only these. With --link 1gbit each rank is on a host of its own, and these
-hosts have such links (bench/hosts.sh; as root, on Linux).
+Films, of the lesson and of its naive version, are made here, by tools/ledger.py on 4 ranks, and kept in
+runs/films until the lesson changes. --films none makes none, --films ddp,zero3 only these. As root, on Linux,
+each rank is on a host of its own (bench/hosts.sh), and these hosts have links of 1 Gbit/s.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
+import run  # noqa: E402
 from lessons import lessons, special  # noqa: E402
 
 PAGES, FILMS = ROOT / "site/pages", ROOT / "runs/films"
@@ -177,37 +178,24 @@ def changes(old, new):
 # ---- films ----
 
 
-def film_of(name, link=None):
-    """The film of a step, from runs/films or made now. Ends with the command if it fails."""
-    run = special(name, "RUN", "torchrun LESSON").split()
-    others = ["4" if word == "N" else word for word in run[1:] if word != "LESSON"]
-    torchrun, python = "-m torch.distributed.run --local-addr=127.0.0.1 --nproc_per_node=4", sys.executable
-    starts = {"python": [python], "torchrun": [python, *torchrun.split()]}[run[0]]
-    if link and run[0] == "torchrun":
-        starts = ["bench/hosts.sh", "4", link, "--"]
-    flags = [*FILMED.split(), *others, *special(name, "FILM").split()]
+def film_of(name, naive=False):
+    """The film of a step, from runs/films or made now. naive: of the naive version."""
+    launcher, *own = special(name, "RUN", "torchrun LESSON").replace(" LESSON", "").split()
+    flags = [*FILMED.split(), *("4" if word == "N" else word for word in own), *special(name, "FILM").split()]
+    flags += special(name, "NAIVE").split() * naive
+    link = os.environ.get("LINK") if launcher == "torchrun" else None
     texts = [path.read_text() for path in (ROOT / LESSONS[name], ROOT / "tools/film.py")]
-    key = hashlib.sha256("\n".join([*texts, *starts[1:], *flags]).encode()).hexdigest()[:12]
-    path = FILMS / f"{name}-{key}.json"
+    key = hashlib.sha256("\n".join([*texts, str(link), *flags]).encode()).hexdigest()[:12]
+    path = FILMS / f"{name}{'-naive' * naive}-{key}.json"
     if not path.exists():
         FILMS.mkdir(parents=True, exist_ok=True)
-        made = FILMS / f"{name}.new"
-        made.unlink(missing_ok=True)
-        command = [*starts, "tools/ledger.py", "--film", str(made), LESSONS[name], *flags]
-        print(f"film of {name} ...", flush=True)
-        run = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHON": python},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if not made.exists():  # (of hosts, one may end with an error when another one has ended)
-            sys.exit(f"{run.stdout}\nno film of {name}: {' '.join(command)}")
-        for old in FILMS.glob(f"{name}-*.json"):
+        print(f"film of {name} {special(name, 'NAIVE') * naive} ...", flush=True)
+        for old in FILMS.glob(f"{name}{'-naive' * naive}-{'?' * 12}.json"):
             old.unlink()
-        made.rename(path)
+        words = ["--film", str(path), LESSONS[name], *flags]
+        if not run.run("film", "tools/ledger.py", words, 4 if launcher == "torchrun" else None):
+            path.unlink(missing_ok=True)
+            sys.exit(f"no film of {name}: see runs/film.log")
     return json.loads(path.read_text()) | {"link": link}
 
 
@@ -228,7 +216,7 @@ def search_index(pages):
             yield name + (f"#{place[1]}" if place else ""), title, words or title, text
 
 
-def build(target, filmed, link=None):
+def build(target, filmed):
     """Write the site to a folder, with films of these lessons."""
     target.mkdir(parents=True, exist_ok=True)
     loader = jinja2.FileSystemLoader(PAGES)
@@ -250,7 +238,9 @@ def build(target, filmed, link=None):
         content |= {"lines": code_lines(source), "parts": list(cut(source)), "old": neighbour(source, name)}
         content["plain"] = ["", *source.split("\n")]
         content["results"] = results_of(name, target)
-        content["film"] = film_of(name, link) if name in filmed else None
+        content["film"] = film_of(name) if name in filmed else None
+        if content["film"] and special(name, "NAIVE"):
+            content["film"]["naive"] = film_of(name, naive=True)
         if content["old"]:
             content["changes"] = list(changes((ROOT / LESSONS[content["old"]]).read_text(), source))
         if content["film"]:
@@ -267,9 +257,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs/site")
     parser.add_argument("--films", default=",".join(LESSONS))
-    parser.add_argument("--link")
     given = parser.parse_args()
     chosen = [] if given.films == "none" else given.films.split(",")
     if unknown := set(chosen) - LESSONS.keys():
         parser.error(f"--films: no lesson {', '.join(unknown)}")
-    build(given.folder, chosen, given.link)
+    hosts = ["bench/hosts.sh", "4", "1gbit", "--within"]
+    os.chdir(ROOT)
+    if (
+        chosen
+        and "LINK" not in os.environ
+        and not subprocess.run([*hosts, "true"], capture_output=True).returncode
+    ):
+        os.environ |= {"LINK": "1gbit", "PYTHON": sys.executable}
+        os.execv(hosts[0], [*hosts, sys.executable, *sys.argv])
+    build(given.folder.resolve(), chosen)

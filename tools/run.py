@@ -9,6 +9,7 @@ from one process that has imported torch: that takes a tenth of a second, and no
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import shlex
@@ -32,6 +33,9 @@ def be_rank(script, arguments, log, environment):
         os.dup2(output, stream)
     sys.stdout.reconfigure(line_buffering=True)
     os.environ |= environment
+    if host := environment.get("NETNS"):  # a network of its own
+        with open(f"/var/run/netns/{host}") as network:
+            ctypes.CDLL(None).setns(network.fileno(), 0)
     sys.argv = [script, *arguments]
     import runpy
 
@@ -52,9 +56,12 @@ def run(name, script, arguments, ranks=None, limit=None):
     log.write_text(f"{launcher} {script} {shlex.join(arguments)}\n")
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     world |= {"LOCAL_WORLD_SIZE": str(ranks)}
-    environments = [world | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(ranks or 0)] or [
-        {}
-    ]
+    environments = [world | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(ranks or 0)]
+    if hosts := os.environ.get("NETNS"):  # bench/hosts.sh has made one for each rank
+        for environment in environments:
+            environment |= {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+            environment["NETNS"] = f"{hosts}-{environment['RANK']}"
+    environments = environments or [{}]
     given = [(str(ROOT / script), arguments, str(log), environment) for environment in environments]
     processes = [FORK.Process(target=be_rank, args=each) for each in given]
     try:

@@ -8,9 +8,12 @@ const section = document.querySelector("section.film");
 const find = (selector) => section.querySelector(selector);
 const slider = find("input[type=range]");
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const lanes = Object.entries(FILM.lanes).map(([name, lane]) => prepare(name, lane));
+const prepared = (film) => Object.entries(film.lanes).map(([name, lane]) => prepare(name, lane, film.length));
+const lanes = prepared(FILM);
+const naive = FILM.naive ? prepared(FILM.naive) : [];
+const longest = Math.max(FILM.length, FILM.naive?.length ?? 0); // what the pictures' width shows
 const moments = [...new Set([0, FILM.length, ...lanes.flatMap((lane) => lane.events.map(([time]) => time))])].sort((a, b) => a - b);
-const most = Math.max(...lanes.map((lane) => lane.most));
+const most = Math.max(...lanes.concat(naive).map((lane) => lane.most));
 let [now, left, width, isEven, playing, sticks, wasTouched] = [0, 0, 0, false, false, false, false];
 
 function svgNode(name, attributes, text = "") {
@@ -29,7 +32,7 @@ function latest(rows, time) {
 }
 
 /** A lane with its events in order, its messages in rows, and what is held as sums. */
-function prepare(name, { spans, messages, waits, held }) {
+function prepare(name, { spans, messages, waits, held }, length) {
   const mark = name.replace(/^(rank|device|worker) /, "").replace(/ ?([a-z]).*/, "$1"); // "rank 1 host": 1h
   const events = [...spans, ...messages, ...waits].map(([time, , line]) => [time, line]).sort((a, b) => a[0] - b[0]);
   const rows = []; // of messages that are on their way at the same time
@@ -43,7 +46,7 @@ function prepare(name, { spans, messages, waits, held }) {
     current[kind] = bytes;
     return [time, { ...current }, Object.values(current).reduce((a, b) => a + b)];
   });
-  return { name, mark, spans, messages, waits, events, rows, stacks, most: Math.max(0, ...stacks.map(([, , sum]) => sum)) };
+  return { name, mark, length, spans, messages, waits, events, rows, stacks, most: Math.max(0, ...stacks.map(([, , sum]) => sum)) };
 }
 
 function lineAt(lane, time) {
@@ -82,7 +85,7 @@ function stateOf(lane, time) {
 
 /** Where a time stands on the picture, from 0 to 1; and the other way round. */
 function place(time) {
-  if (!isEven) return time / FILM.length;
+  if (!isEven) return time / longest;
   const after = moments.findIndex((moment) => moment > time);
   if (after < 0) return 1;
   const [a, b] = [moments[after - 1], moments[after]];
@@ -90,7 +93,7 @@ function place(time) {
 }
 
 function timeAt(place) {
-  if (!isEven) return place * FILM.length;
+  if (!isEven) return Math.min(FILM.length, place * longest);
   const index = Math.min(Math.floor(place * (moments.length - 1)), moments.length - 2);
   const part = place * (moments.length - 1) - index;
   return moments[index] + part * (moments[index + 1] - moments[index]);
@@ -151,19 +154,24 @@ function go(time) {
 function draw() {
   left = 10 + 6 * Math.max(...lanes.map((lane) => lane.name.length));
   width = Math.max(200, find(".lanes").clientWidth - left - 2);
-  const svg = svgNode("svg", { width: "100%", role: "img", "aria-label": `What each rank does in a step of ${FILM.lesson}.py` });
-  let y = 2;
-  for (const lane of lanes) y = drawLane(svg, lane, y);
+  const [svg, y] = picture(lanes, `What each rank does in a step of ${FILM.lesson}.py`);
+  if (naive.length && !isEven) document.querySelector(".film.naive").replaceChildren(picture(naive, "The same of the naive version")[0]);
   const line = svgNode("g", { class: "head-line" });
   line.append(svgNode("line", { y1: 0, y2: y }));
   svg.append(line);
-  svg.setAttribute("height", y);
   find(".lanes").replaceChildren(svg);
   const height = section.offsetHeight; // a film that leaves room for the text below it stays in sight
   sticks = height < (innerWidth < 1100 ? 0.52 : 0.66) * innerHeight;
   section.classList.toggle("sticks", sticks);
   document.documentElement.style.setProperty("--film", sticks ? `${height}px` : "0px");
   go(now);
+}
+
+function picture(lanes, label) {
+  const svg = svgNode("svg", { width: "100%", role: "img", "aria-label": label });
+  const y = lanes.reduce((y, lane) => drawLane(svg, lane, y), 2);
+  svg.setAttribute("height", y);
+  return [svg, y];
 }
 
 function drawLane(svg, lane, y) {
@@ -194,7 +202,7 @@ function drawLane(svg, lane, y) {
   for (const kind of KINDS) {
     let [top, bottom] = ["", ""];
     lane.stacks.forEach(([time, stack], i) => {
-      const until = lane.stacks[i + 1]?.[0] ?? FILM.length;
+      const until = lane.stacks[i + 1]?.[0] ?? lane.length;
       const [low, high] = [below[i], below[i] + stack[kind]].map((sum) => y + height * (1 - sum / most));
       top += `L${x(time).toFixed(1)} ${high.toFixed(1)}H${x(until).toFixed(1)}`;
       bottom = `L${x(until).toFixed(1)} ${low.toFixed(1)}H${x(time).toFixed(1)}${bottom}`;
