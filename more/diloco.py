@@ -4,12 +4,12 @@ Idea
     In ddp.py ranks exchange gradients in each step, so they need fast links. Here they talk only once every H
     steps (--inner-steps), so they may be far apart. All start from the same weights, the outer weights. Each
     rank trains its replica on its own part of each batch, with its own optimizer. After H steps the outer
-    weights minus the rank's are its outer gradient: minus its move, as an optimizer subtracts gradients. An
+    weights minus the rank's are its outer gradient: old minus new, as an optimizer subtracts gradients. An
     all-reduce averages these, and a second optimizer, SGD with Nesterov momentum, updates the outer weights,
     the same on all ranks. (DiLoCo, arXiv 2311.08105, algorithm 1; with outer lr 1 and no momentum it averages
     the weights, as local SGD does, arXiv 1805.09767)
 
-    Other than in ddp.py, losses differ from single.py's (but not with --inner-steps 0).
+    Unlike ddp.py's, its losses differ from single.py's, but for --inner-steps 0.
 
 Timeline (H = 3)
     compute | step | step | step |            | outer update | step | step | step |            | ...

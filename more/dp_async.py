@@ -180,21 +180,22 @@ def train(config):
         sys.exit("dp_async.py is one process: start it with python, and with --workers")
     if config.workers < 1 or config.staleness < 0 or not 1 <= config.slow < math.inf:
         sys.exit("--workers must be at least 1, --staleness at least 0, --slow at least 1")
-    torch.set_num_threads(torch.get_num_threads() // config.workers or 1)  # they share the cores
     gpus = torch.cuda.device_count()
     devices = [torch.device("cuda", i % gpus) if gpus else device for i in range(config.workers)]
     model = GPT(config).to(devices[0], wide(DTYPES[config.dtype]))  # bf16 would round small updates away
     server = Server(model, config)
     steps = range(1, config.steps + 1)
     divide = naive if config.mode == "naive" else concurrent
+    shares = divide(steps, range(config.workers))
+    torch.set_num_threads(torch.get_num_threads() // len(shares) or 1)  # they share the cores
     with ThreadPoolExecutor(config.workers) as threads:
-        for device, tasks in zip(devices, divide(steps, range(config.workers))):
+        for device, tasks in zip(devices, shares):
             threads.submit(work, server, tasks, device, config)
         try:
             for step in steps:
                 started = time.perf_counter()
                 pushes = [server.serve_push() for _ in range(config.workers)]  # in asp and ssp any N
-                total_loss = sum(pushes) * server.pushes_per_update / config.workers
+                total_loss = sum(pushes) * server.pushes_per_update / config.workers  # the mean of N pushes
                 print_step(config, step, torch.tensor(total_loss, dtype=torch.float64), server.norm, started)
         except BaseException as error:
             server.fail(error)

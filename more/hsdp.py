@@ -195,7 +195,7 @@ class HSDP(nn.Module):
             unit.free()
 
     def finish_reduce_scatters(self):
-        """Called after each backward, too, as the root's gradients come last."""
+        """Called after each backward, too: the root's come last, and must not wait for the last backward."""
         for unit in self.units:
             if unit.reducing:
                 unit.finish_reduce_scatter()

@@ -10,18 +10,18 @@ Idea
     So each matrix has an owner. A reduce adds up its gradient, as an all-reduce does, but only the owner gets
     the sum. Only the owner keeps the momentum and computes the update. Then a broadcast sends the new weights
     from the owner to all other ranks. Embeddings, norms and biases have owners, too, which update them with
-    AdamW. Each rank owns about 1/N of the weights.
+    AdamW. Each rank owns about 1/N of the weights, or one matrix that is larger.
 
 Timeline (two matrices, one owned by each rank; updates wait for the norm of all gradients)
     rank 0  | forward | backward 2 | backward 1 |          | update 1 |
     rank 1  | forward | backward 2 | backward 1 |          | update 2 |
     network |         |            | reduce 2   | reduce 1 |          | broadcast 1, 2
 
-Memory (bytes on each of N ranks; P parameters; X: the most that a rank owns, about P/N; with --naive, P)
+Memory (bytes on each of N ranks; P parameters; X: the most that a rank owns; with --naive, P)
     parameters    wP              w = 4 in fp32, 2 in bf16
     parameters    +4X             with --dtype bf16: master weights
     gradients     max(wP,4X)      all as computed; then the owned ones in fp32
-    optimizer     4Y              a momentum for Muon, two moments for AdamW: Y is X, but these count twice
+    optimizer     4Y              a momentum for Muon, two moments for AdamW: Y is X with AdamW's twice
 
 Sent (bytes, by each rank in each step; the mean over ranks, as owners send more or less)
     reduce        wP(N-1)/N       without --naive
@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
             # bf16 is exact enough here, and faster. (fp64 is for tests.)
             update = newton_schulz(update if update.dtype == torch.float64 else update.bfloat16())
             matrix.mul_(1 - lr * weight_decay)
-            # The update's numbers are about max(shape) ** -0.5 in size, AdamW's 0.2: so one lr serves both.
+            # The update's root mean square is about max(shape) ** -0.5, AdamW's 0.2: so one lr serves both.
             matrix.add_(update, alpha=-lr * 0.2 * max(matrix.shape) ** 0.5)
 
 

@@ -3,9 +3,10 @@
 Idea
     A batch's gradient is the true gradient G, of all data, plus noise, whose mean is 0. S is the variance of
     one sequence's gradient, summed over all parameters; for the mean over B sequences it is S/B. So a batch's
-    squared norm is |G|^2 + S/B on average. While S/B is far larger, a step with twice the batch is worth
-    nearly two steps; while |G|^2 is, hardly more than one. They are equal at B = S/|G|^2, the noise scale:
-    beyond it, more ranks save little time. (Empirical Model of Large-Batch Training, arXiv 1812.06162, 2.2)
+    squared norm is |G|^2 + S/B on average. If S/B is far larger than |G|^2, a step with twice the batch is
+    worth nearly two steps; if far smaller, hardly more than one. Both are equal at B = S/|G|^2, the noise
+    scale: beyond it, more ranks save little time. (Empirical Model of Large-Batch Training, arXiv
+    1812.06162, 2.2)
 
     Two batch sizes give two equations for |G|^2 and S. Each rank of ddp.py has the gradient of its own part
     of the batch, before the all-reduce, and that of the whole batch, after it. (Appendix A.1 there)
@@ -96,8 +97,8 @@ def train(config):
         dist.all_reduce(small)
         big = squared_norm([param.grad for param in params])
         signal, noise = signal_and_noise(small, big, small_batch, config.batch)
-        # One step's estimates are far off: average both over about 20 steps before they are divided. (That
-        # both begin at 0 cancels.)
+        # One step's estimates are far off: average both over about 20 steps before dividing. (That both
+        # begin at 0 cancels then.)
         mean_signal += 0.05 * (signal - mean_signal)
         mean_noise += 0.05 * (noise - mean_noise)
         norm = big.sqrt()

@@ -3,8 +3,9 @@
 Idea
     Some ranks train a model; others, the servers, use it, as in reinforcement learning (here they compute the
     same loss, as a check). After each update they need the new weights. But each of N trainers holds 1/N of
-    one flat vector of all weights, as in zero3.py, and each of t servers holds 1/t of each block's matrices,
-    rows or columns, as in tensor_parallel.py. Say, servers split A (4, 2) by rows, and B (2, 4) by columns:
+    one flat vector of all weights (zero3.py has a vector for each block), and each of t servers 1/t of each
+    block's matrices, rows or columns, as in tensor_parallel.py. Say, servers split A (4, 2) by rows, and B
+    (2, 4) by columns:
         place in the flat vector        0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
         matrix                          A  A  A  A  A  A  A  A  B  B  B  B  B  B  B  B
         which of 3 trainers holds it    0  0  0  0  0  0  1  1  1  1  1  1  2  2  2  2

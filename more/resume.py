@@ -6,7 +6,8 @@ Idea
     column for each single weight and three rows: the weight in fp32, and Adam's two moments. A file has 1/N
     of the columns. On M ranks, each copies what it needs from any files. (ByteCheckpoint, arXiv 2407.20143)
 
-    Training pauses only to copy the part in memory; a thread then writes the copy (CheckFreq, FAST 2021).
+    Training pauses only to copy the part in memory (and until the last save is done); a thread then writes
+    the copy (CheckFreq, FAST 2021).
     When all have written, rank 0 renames the folder. So whenever a rank is killed, there is a complete
     checkpoint, the newest or the one before, once there has been one. Checksums detect damaged files.
 

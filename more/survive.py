@@ -8,7 +8,7 @@ Idea
     redo the step. So losses and weights are single.py's, whoever dies, and whenever. (Two-phase commit:
     Gray, Notes on Data Base Operating Systems, 1978)
 
-    A worker that hangs is waited for up to seven --timeouts. Then it is killed, and counts as dead.
+    A worker whose vote is late, by six --timeouts after the last one, is killed, and counts as dead.
 
 Timeline (from step 3 on; v: all vote, and the launcher answers)
     worker 0, 1 | all-reduce | v | update | compute 4 | all-reduce fails | v, new group | compute 4 ...
@@ -64,7 +64,7 @@ def naive(vote):
 # So they vote, and the launcher decides. Why is this safe? Who knows what, and when:
 #                            a worker                          the launcher
 #     after the all-reduce   whether it has the sum            nothing
-#     after its vote         nothing new: so it changes none   some of the votes
+#     after its vote         nothing new: so it waits          some of the votes
 #     when all have voted    nothing new                       whether all have the sum: so it decides
 #     after the answer       whether the step counts           that every survivor will learn it
 # When all have the sum, each can update, even if others die. The dead stay dead: who hangs is killed first.

@@ -8,9 +8,9 @@ Idea
     all-reduce counts the tokens of all ranks; each microbatch's sum of losses is divided by this count.
 
     Computing on padding is wasted work. So documents are packed, one after the other, into rows of the same
-    length. The toy's sequences are such rows already, as the file is line after line: --pack only ignores no
-    target. A token attends only to its own document (The Llama 3 Herd of Models, arXiv 2407.21783, section
-    3.2), and positions restart in each. All rows have equally many tokens again, and the two means agree.
+    length. The toy's sequences are such rows, as the file is line after line: with --pack all targets count.
+    A token attends only to its own document (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.2), and
+    positions restart in each. All rows have equally many tokens again, and the two means agree.
 
 Timeline
     compute | count |            | forward | backward | forward | backward | ... |            | update
@@ -32,7 +32,7 @@ Run
 
 Left out
     Buckets and overlap (ddp.py). Kernels that skip masked scores (FlexAttention): here all are computed.
-    Ranks with different numbers of microbatches. With --pack a newline predicts the next document's begin.
+    Ranks with different numbers of microbatches. With --pack a newline predicts the next document.
 """
 
 import argparse
