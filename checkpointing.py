@@ -6,7 +6,7 @@ Idea
     again.
 
     naive, full: each block is a checkpoint. Backward takes twice as long as forward, so one more forward
-    makes a step a third longer. (arXiv 1604.06174) In full it ends before the last linear layer: 2/9.
+    makes a step a third longer. (arXiv 1604.06174) full stops before the last linear layer: 2/9 longer.
     selective: linear layers take most of that time, but their backward needs only their inputs. So a
     checkpoint is something cheap (a norm, attention, GELU) and the linear layer that gets its output. This
     is recomputed, not saved, and the linear layer does not run again. (after arXiv 2205.05198, section 5)
@@ -86,7 +86,7 @@ def checkpoint(function, *args):
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     versions = [tensor._version for tensor in tensors]  # each change in place adds 1
     random_states = get_random_states()
-    recomputed = []  # the tensors; None while they are not needed yet, or not any more
+    recomputed = []  # the tensors; None: not computed yet, or used already
 
     def pack(tensor):  # called in forward with what autograd would save; what it returns is saved
         recomputed.append(None)
@@ -111,7 +111,7 @@ def recompute(function, args, random_states, n):
     def keep(tensor):
         saved.append(tensor.detach())  # without the graph of this run
         if len(saved) == n:
-            raise AllSaved  # a linear layer saves its inputs before it runs: the last one never does
+            raise AllSaved  # a linear layer saves its inputs before it runs: so the last one does not run
         return tensor.detach()
 
     states_now = get_random_states()
@@ -221,7 +221,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="any file: a byte is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -256,7 +256,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # to share one, each must seem a host of its own
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -32,7 +32,7 @@ Timeline (the ring on rank 3, the last of 4. Rank r has r+1 times 1, 10, 100, 10
 Memory (bytes on each of N ranks; P parameters)
     parameters    wP        w = 4 in fp32, 2 in bf16
     parameters    +4P       with --dtype bf16: master weights
-    gradients     4P        also in bf16; and the chunk, or naive, the tensor being received
+    gradients     4P        also in bf16; and what is being received, a chunk, or naive, a tensor
     optimizer     8P        AdamW's two moments
 
 Sent (bytes, by a rank in each step, for all gradients)
@@ -93,9 +93,10 @@ def ring_all_reduce(x):
     rank, N = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % N, (rank + 1) % N
     chunks = x.view(-1).tensor_split(N)  # views of x
-    # A round sends passing[i] and gets passing[i + 1], which is the left neighbour's passing[i]. Both start
-    # together: if each rank first waited for its send to end, none would receive.
-    passing = [chunks[(rank - i) % N] for i in range(1, 2 * N)]  # on rank 3 of 4: chunks 2, 1, 0, 3, 2, 1, 0
+    # On rank 3 of 4 these are chunks 2, 1, 0, 3, 2, 1, 0; on rank 2, its left, chunks 1, 0, 3, 2, 1, 0, 3.
+    passing = [chunks[(rank - i) % N] for i in range(1, 2 * N)]
+    # A round sends passing[i], and gets passing[i + 1]: the same chunk as the left one's passing[i]. Both
+    # start together: if each rank first waited for its send to end, perhaps none would receive.
     for i in range(N - 1):  # reduce-scatter
         received = torch.empty_like(passing[i + 1])
         exchange((dist.isend, passing[i], right), (dist.irecv, received, left))
@@ -180,7 +181,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="any file: a byte is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -215,7 +216,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # to share one, each must seem a host of its own
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -16,7 +16,7 @@ Timeline (four layers, a bucket for each)
 Memory (bytes on each of N ranks; P parameters)
     parameters    wP               w = 4 in fp32, 2 in bf16
     parameters    +4P              with --dtype bf16: master weights
-    gradients     (4+w/B)P         fp32 in the update; w/B: a bucket's copy, B = --buckets
+    gradients     (4+w/B)P         fp32 in the update; w/B: a bucket's copy (B = --buckets), or more
     gradients     4P               with --naive
     optimizer     8P               AdamW's two moments
 
@@ -111,7 +111,7 @@ class DDP(nn.Module):
             return
         bucket.missing -= 1
         # Rank 0 must not send bucket 1 while rank 1 sends bucket 2: one would be added to the other. Autograd
-        # does not promise that buckets are complete in the same order on all ranks. So each waits its turn.
+        # does not promise that buckets are complete in one order on all ranks. So each waits for its turn.
         while self.n_sent < len(self.buckets) and self.buckets[self.n_sent].missing == 0:
             self.buckets[self.n_sent].start_all_reduce()
             self.n_sent += 1
@@ -190,7 +190,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="any file: a byte is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -225,7 +225,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # to share one, each must seem a host of its own
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -22,9 +22,9 @@ Memory (bytes on device 0, and on each other device; P parameters)
     Device 0 also holds the outputs of all devices, their gradients, and the loss.
 
 Sent (bytes in each step, to and from device 0; k microbatches of b sequences on each of N devices)
-    send    k(N-1)(2wP+2wbsv+8bs)    without --naive; that copies nothing on CPUs, as much on GPUs
+    send    k(N-1)(2wP+2wbsv+8bs)    without --naive, which copies as much, but on CPUs nothing
     2wP: weights, their gradients; 2wbsv: outputs (s tokens, v logits each), their gradients; 8bs: inputs
-    A rank of ddp.py sends and receives less than 2wP in a step, however large k is.
+    A rank of ddp.py sends less than 2wP in a step, and receives as much, however large k is.
 
 Run
     python dp_threads.py --replicas 4    # and with --naive
@@ -62,7 +62,7 @@ def naive(module, devices, inputs):
 
 # Backward needs no code here: autograd takes the gradients back to the weights of device 0, and adds them up.
 # But devices take turns: each forward begins when the one before it has ended. So below each device has its
-# own thread, and its own module, the replica, as threads cannot put different weights into one at a time.
+# own thread, and its own module, the replica, as one module cannot have other weights in each thread.
 
 
 class DP:
@@ -74,7 +74,7 @@ class DP:
         self.replicas = [module]  # device 0 uses the module itself
         self.copies = []  # pairs: a weight of the module, its copy in a replica
         for thread, device in zip(self.threads[1:], devices[1:]):
-            replica = thread.submit(copy.deepcopy, module).result()  # by the thread whose memory it is
+            replica = thread.submit(copy.deepcopy, module).result()  # in the thread that will use it
             self.replicas.append(thread.submit(replica.to, device).result())
             self.copies.extend(zip(module.parameters(), replica.parameters()))
 
@@ -86,7 +86,7 @@ class DP:
     def forward(self, inputs):
         """Returns all outputs, on device 0: a leaf, where loss.backward() ends, and backward() goes on."""
         shares = self.parallel_apply(send, inputs.tensor_split(len(self.devices)), self.devices)  # scatter
-        for param, copied in self.copies:  # replicate (once a step would do, but so does DataParallel)
+        for param, copied in self.copies:  # replicate (once a step is enough; DataParallel does it here)
             copied.data.copy_(param.data)
         self.outputs = self.parallel_apply(lambda replica, share: replica(share), self.replicas, shares)
         return torch.cat([send(output, self.devices[0]) for output in self.outputs]).requires_grad_()
@@ -175,7 +175,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="any file: a byte is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -210,7 +210,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # to share one, each must seem a host of its own
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

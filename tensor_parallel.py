@@ -20,7 +20,7 @@ Timeline (backward of an MLP; in forward nothing overlaps, as the next layer wai
 Memory (bytes on each of N ranks; P parameters, of which r = (6L+2+s)h are replicated)
     parameters     w((P-r)/N+r)        w = 4 in fp32, 2 in bf16
     parameters     +4((P-r)/N+r)       with --dtype bf16: master weights
-    gradients      4((P-r)/N+r)        also of what is fp32 in bf16
+    gradients      4((P-r)/N+r)        also with --dtype bf16: the update makes fp32 copies
     optimizer      8((P-r)/N+r)        AdamW's two moments
     activations    bs((4L+2)(wh+4)+8+(12Lwh+4(aL+v))/N)
     L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch. Whole: norms' inputs and
@@ -116,7 +116,7 @@ def own_part(whole, dim, stacked):  # 1/N of q, of k and of v, if stacked: those
 def whole_of(part, dim, stacked):  # the inverse of own_part()
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part)
-    return torch.cat([part.chunk(stacked, dim)[i] for i in range(stacked) for part in parts], dim)
+    return torch.cat([each.chunk(stacked, dim)[i] for i in range(stacked) for each in parts], dim)
 
 
 def train(config):
@@ -126,7 +126,7 @@ def train(config):
         sys.exit(f"--vocab {config.vocab}: must be at least 256, as a byte is a token")
     if config.heads % world_size or config.vocab % world_size:
         sys.exit(f"{world_size} ranks: must divide --heads {config.heads} and --vocab {config.vocab}")
-    model = ParallelGPT(config).to(device)  # see the end of this file
+    model = ParallelGPT(config).to(device)  # below, after Block
     params = list(model.parameters())
     split = [param for name, param in model.named_parameters() if split_of(name)]
     replicated = [param for name, param in model.named_parameters() if not split_of(name)]
@@ -187,7 +187,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="any file: a byte is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -222,7 +222,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # to share one, each must seem a host of its own
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

@@ -9,14 +9,14 @@ Idea
 
     Gradients travel while backward goes on, new weights during the next forward.
 
-Timeline (two blocks; 0 is the root: all outside of blocks; gathers bring the previous step's weights)
+Timeline (two blocks; 0 is the root: all outside of blocks; gathers bring what the previous step updated)
     compute |             | forward 1 | forward 2 | backward 2 | backward 1       |                     | step
     network | gather 0, 1 | gather 2  |           |            | reduce-scatter 2 | reduce-scatter 1, 0 |
 
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
     parameters    wP                       w = 4 in fp32, 2 in bf16
     parameters    +4P/N                    with --dtype bf16: fp32 shards
-    gradients     w(P+E+U)                 all; the head's until the embedding's; a sent copy
+    gradients     w(P+E+U)                 all; E: the head is the embedding, whose two gradients meet; a copy
     gradients     4P/N+w(E+U+max(E,U))     with --accum 1: as in zero2.py
     gradients     w(P+max(E,U))            with --naive
     optimizer     8P/N                     AdamW's two moments
@@ -224,7 +224,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="any file: a byte is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -259,7 +259,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # to share one, each must seem a host of its own
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")

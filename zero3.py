@@ -46,7 +46,7 @@ FLAGS = {"prefetch": 1}
 # Before torch 2.13 these had other names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-UNIT_OF = {}  # {storage of gathered weights: its unit}
+UNIT_OF = {}  # {memory of gathered weights: its unit}; a view has the same storage
 
 
 class Unit:
@@ -154,11 +154,11 @@ class ZeRO3(nn.Module):
         unit.finish_gather()
 
     def end_forward(self, unit, output):
-        # Backward begins with the last units: keep them. In backward (checkpoints run forward again), too.
+        # Backward begins with the last units: keep them; and all, when a checkpoint runs forward again in it.
         if self.direction == 1 and unit not in self.units[-1 - self.prefetch :]:
             unit.free()
         if output.requires_grad:
-            # When backward comes to this block. (restore() gathers, too, but checkpoints save no weights.)
+            # When backward comes to this block. (restore() gathers, too, but not in a checkpoint's backward.)
             output.register_hook(lambda grad: self.gather(unit))
 
     def note(self, tensor):
@@ -250,7 +250,7 @@ def read_flags(own, arguments=None):
     for name in SHAPE:
         parser.add_argument(f"--{name}", type=int, help="overrides --size")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="bf16: with an optimizer in fp32")
-    parser.add_argument("--data", default=np.ma.core.__file__, help="bytes are tokens; numpy has this text")
+    parser.add_argument("--data", default=np.ma.core.__file__, help="any file: a byte is a token")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--batch", default=16, type=int, help="sequences in a step, on all ranks together")
     parser.add_argument("--accum", default=1, type=int, help="microbatches in a step, on each rank")
@@ -285,7 +285,7 @@ def join_world():
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", 0)) % gpus)
-        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # NCCL lets ranks share a GPU if each seems a host
+        if int(os.getenv("LOCAL_WORLD_SIZE", 1)) > gpus:  # to share one, each must seem a host of its own
             os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
     dist.init_process_group("nccl" if gpus else "gloo")
     return torch.device("cuda" if gpus else "cpu")
