@@ -9,7 +9,7 @@ Idea
     gradients one hop behind, until these are back at their owner. (arXiv 2310.01889, section 3)
     Zigzag, a ring with equal work: rank i has chunks i and 2N-1-i of 2N, an early and a late one (as in
     Llama 3). With rank j's kv: if j < i, both of i's chunks see j's early one only; if j > i, i's late one
-    sees both of j's. So after the first round each computes half a block, and needs no mask.
+    sees both of j's. So after the first round each computes half of the scores, and needs no mask.
     Ulysses: attention handles each head alone. So an all-to-all trades 1/N of the tokens of all heads for all
     tokens of 1/N of the heads; after attention another one trades back. (arXiv 2309.14509, section 3.1)
 
@@ -38,7 +38,7 @@ Run
     torchrun --nproc_per_node=2 more/context_parallel.py    # add --kind gather, ring or ulysses
 
 Left out
-    Fast kernels (fusion.py): a ring holds a round's scores, not counted here. Several documents in a row.
+    Fast kernels (fusion.py): a ring holds a round's scores, not counted here. Documents in a sequence.
 """
 
 import argparse

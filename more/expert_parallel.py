@@ -3,8 +3,8 @@
 Idea
     A mixture of experts has X MLPs where a block had one. A router, a small linear layer, gives each token a
     probability for each expert. Only the t most probable process it. Their outputs are summed, each times its
-    gate: the t probabilities, scaled to sum to 1. So a block has X times an MLP's parameters, but computes
-    only t times as much. (arXiv 1701.06538, section 2)
+    gate: the t probabilities, if t > 1 scaled to sum to 1. So a block has X times an MLP's parameters, but
+    computes only t times as much. (arXiv 1701.06538, section 2)
 
     As in ddp.py, each rank has a part of the batch. But the experts are spread over groups of e ranks (--ep),
     X/e on each. An all-to-all takes tokens to the ranks of their experts, and another one brings the outputs
@@ -18,7 +18,7 @@ Timeline (forward on rank 0 of 2. It has tokens 0, 1, 2 and experts A, B; rank 1
     2 sort          1A 2A 0B 1B | 0C 2D       by expert, so by rank: the last two are rank 1's
     3 all-to-all    1A 2A 0B 1B | 3A 4B 5B    the last three have come from rank 1
     4 compute       1A 2A 3A | 0B 1B 4B 5B    A computes its three, B its four
-    Outputs go back: to the order of line 3, by an all-to-all to that of 2; then they are summed by token.
+    Outputs go the same way back: order of line 3, all-to-all, order of line 2. They are summed by token.
 
 Memory (bytes on each of N ranks; an expert has U parameters, M blocks have X each; D all else)
     parameters    w(D+MXU/e)        w = 4 in fp32, 2 in bf16

@@ -11,7 +11,7 @@ Idea
     Shard of experts  1/2AB  1/2CD  1/2EF  1/2GH  1/2AB  1/2CD  1/2EF  1/2GH    AB from ranks 0 and 4
 
     ZeRO-3 is one autograd function, Gather: an all-gather of weights in forward, a reduce-scatter of their
-    gradients in backward. (As in SimpleFSDP, arXiv 2411.00284.) note() and restore() free weights in between.
+    gradients in backward. (As in SimpleFSDP, arXiv 2411.00284.) Due to note(), autograd keeps no weights.
 
 Timeline (a block's forward; backward is in reverse order: gather again, compute, reduce-scatter)
       compute |              | attention |                | router |            | experts |

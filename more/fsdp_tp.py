@@ -4,8 +4,8 @@ Idea
     N ranks form a mesh of d rows of t (N = 4: rows 0 1 and 2 3, columns 0 2 and 1 3). The ranks of a row,
     in one node, split each block's matrices, as in tensor_parallel.py, and have the same part of the batch.
     The ranks of a column have the same 1/t of each block, and shard it as in zero3.py. LayerNorms, embeddings
-    and biases of proj and down are not split: equal in a row, their gradients count once in the norm. Ranks
-    could deadlock with two groups, so all start collectives in one order. (Llama 3, arXiv 2407.21783, 3.3.2)
+    and biases of proj and down are not split: equal in a row, their gradients count once in the norm. All
+    ranks start both groups' collectives in one order, or they could deadlock. (Llama 3, 2407.21783, 3.3.2)
 
 Timeline (the MLP of block 2 of 3, forward and backward; attention has the same sums; 2, 3 stay for backward)
       compute   | up, down |     | forward 3 | ... | down, up |     | norm ... | backward 1
@@ -82,7 +82,7 @@ class Unit:  # parameters that travel together: a block's, or those outside of a
         self.params = params = sorted(params, key=lambda param: param.cut is None)  # split ones first
         own = self.flatten(params).chunk(dist.get_world_size(group))[dist.get_rank(group)]  # its 1/d
         n_split = sum(param.numel() for param in params if param.cut)
-        self.n_split = max(n_split - len(own) * dist.get_rank(group), 0)  # split ones in the shard
+        self.n_split = max(n_split - len(own) * dist.get_rank(group), 0)  # the shard begins with these
         self.shard = nn.Parameter(own.to(device, wide(own.dtype), copy=True))  # what the optimizer updates
         self.flat = self.gathering = self.reducing = None  # all weights, while here; what is on its way
         self.nan = torch.tensor(torch.nan, dtype=own.dtype, device=device)

@@ -9,8 +9,8 @@ Idea
     over its whole row, and a tile has only a part of the row. So each row of queries keeps, of its tiles so
     far, the largest score, the sum of exp(score - largest), and the sum of exp(score - largest) * value. When
     a tile has a larger score, both sums are multiplied by exp(old largest - new) (online softmax, arXiv
-    1805.02867). At the row's end, the second sum divided by the first is the output. Backward recomputes the
-    tiles, from q, k and one number for each row: the logarithm of the sum of exp(score).
+    1805.02867). At the row's end, the sum of values is divided by the other one: the output. Backward
+    recomputes the tiles, from q, k and one number for each row: the logarithm of the sum of exp(score).
 
     Fused loss: a chunk of tokens gets its logits, its loss and, at once, its backward, which ends at the last
     block's output. When all chunks are done, backward goes on from there.
@@ -46,7 +46,7 @@ Run
 Left out
     A kernel for GPUs, which keeps a tile in the chip's own memory. Here each operator reads and writes it, so
     this saves memory, but little traffic. torch has kernels: F.scaled_dot_product_attention (single.py's) and
-    F.linear_cross_entropy. Masks other than the causal one, dropout, fewer key heads than query heads.
+    F.linear_cross_entropy (2.13). Masks other than the causal one, dropout, fewer key heads than query heads.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Sequence parallelism: tensor parallelism that also splits norms and residual sums, by tokens.
 
 Idea
-    In tensor_parallel.py all ranks compute the same norms and residual sums, and keep their inputs. Here each
+    In tensor_parallel.py all ranks compute the same norms and residual sums, and keep norms' inputs. Here each
     rank does this only for its own 1/N of each sequence. A column-parallel matrix (each rank has 1/N of its
     outputs) needs all tokens, so an all-gather comes before it; after a row-parallel one (1/N of the inputs),
     a reduce-scatter gives each rank the sum for its own tokens. These two send as much as the all-reduce that

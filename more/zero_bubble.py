@@ -9,15 +9,15 @@ Idea
     Schedule    in flight on rank i of N    idle time of a rank (F, B, W: their times; k >= 2N-1)
        1f1b     min(k,N-i)                  (N-1)(F+B+W)     pipeline.py's: there B and W are one
        zb-h1    min(k,N)                    (N-1)(F+B-W)     k microbatches (--accum)
-       zb-h2    min(k,2N-1)                 (N-1)(F+B-2W)    more forwards before the first B
+       zb-h2    min(k,2N-1)                 (N-1)(F+B-2W)    but here (N-1)F: see Left out
 
 Timeline (N = 4; F3 is the forward of microbatch 3, B3 and W3 its backward; first zb-h1, k = 6)
     rank 0 | F0 F1 F2 F3 .  .  .  B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
     rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
     rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
-    Rank 0 is idle for N-1 = 3 turns; with 1f1b, where B takes two turns, for 9. Then zb-h2, k = 7, where
-    other ranks are idle only before their first F:
+    Rank 0 is idle for N-1 = 3 turns; with 1f1b, where B takes two turns, for 9. Then zb-h2, k = 7, with more
+    forwards before the first B. Ranks are idle only before their first F, and after their last W:
     rank 0 | F0 F1 F2 F3 F4 F5 F6 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6
     rank 1 | .  F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 W0 B3 W1 B4 W2 B5 W3 B6 W4 W5 W6
     rank 2 | .  .  F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 W0 B5 W1 B6 W2 W3 W4 W5 W6
