@@ -26,7 +26,7 @@ def test_bench_and_ledger_keep_a_lessons_promises_on_a_gpu(name="zero2"):
 
     with gpu.world(), patch("torch.tensor", as_operators), patch("contextlib.redirect_stdout"):
         ledger, bench = load("tools/ledger", gpu.device), load("bench/bench", gpu.device)
-        lesson, bench.load = gpu.load_lesson(), lambda name: gpu.load_lesson()
+        lesson, bench.load = gpu.load_lesson(), lambda *_: gpu.load_lesson()
         config = lesson.parse(flags)
         assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"
         race = bench.Race(name, SimpleNamespace(rounds=1, also=[], peer=""), flags)
