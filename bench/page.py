@@ -39,10 +39,11 @@ WORLDS = {
     "zero_bubble": (2, "--accum 8 --batch 16", ""),
     "pipeline_v": (2, "--accum 8 --batch 16", ""),
     "parallel_3d": (8, "--batch 32 --context 64 --accum 4", ""),
-    "reshard": (4, "", ""),
+    "reshard": (4, "--steps 9", ""),
 }
-# Whose steps bench.py cannot time, as they are taken in several threads or leave files behind
+# Whose steps bench.py cannot time: their ranks or threads do different things, or they leave files behind
 ALONE = {"dp_async": "--workers 2 --steps 9", "resume": "--checkpoint runs/page --every 1 --steps 9"}
+ALONE["reshard"] = ""
 LINE = "{:<18}{:>5}  {:<17}{:>16}{:>16}{:>22}{:>22}"
 
 
