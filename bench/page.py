@@ -26,6 +26,7 @@ from lessons import path_of, special
 WORLDS = {
     "collectives": (4, "", ""),
     "dp_threads": (1, "--replicas 2", ""),
+    "dp_async": (2, "--workers 2 --steps 9", ""),
     "diloco": (2, "--steps 5", "--inner-steps 0"),
     "hsdp": (4, "--accum 2", ""),
     "fsdp_tp": (4, "", ""),
@@ -40,10 +41,10 @@ WORLDS = {
     "pipeline_v": (2, "--accum 8 --batch 16", ""),
     "parallel_3d": (8, "--batch 32 --context 64 --accum 4", ""),
     "reshard": (4, "--steps 9", ""),
+    "resume": (2, "--steps 9 --every 1 --checkpoint runs/page", ""),
 }
 # Whose steps bench.py cannot time: their ranks or threads do different things, or they leave files behind
-ALONE = {"dp_async": "--workers 2 --steps 9", "resume": "--checkpoint runs/page --every 1 --steps 9"}
-ALONE["reshard"] = ""
+ALONE = "dp_async", "reshard", "resume"
 LINE = "{:<18}{:>5}  {:<17}{:>16}{:>16}{:>22}{:>22}"
 
 
@@ -68,7 +69,7 @@ def ratios(times, other):
 
 def rows_of(name, options):
     """(the row of what the idea buys, or None; [(ratio on one host, row) of each peer])."""
-    ranks, more, naive = WORLDS.get(name, (2, ALONE.get(name, ""), ""))
+    ranks, more, naive = WORLDS.get(name, (2, "", ""))
     naive = naive or special(name, "NAIVE") or special(name, "OTHER")
     flags = [*options.flags, *more.split()]
     here = vars(options) | {"ranks": ranks, "flags": flags, "also": [naive.split()] * bool(naive)}
