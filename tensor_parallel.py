@@ -20,7 +20,7 @@ Timeline (backward of an MLP; in forward nothing overlaps, as the next layer wai
 Memory (bytes on each of N ranks; P parameters, of which r = (6L+2+s)h are replicated)
     parameters     w((P-r)/N+r)        w = 4 in fp32, 2 in bf16
     parameters     +4((P-r)/N+r)       with --dtype bf16: master weights
-    gradients      4((P-r)/N+r)        also with --dtype bf16: the update makes fp32 copies
+    gradients      4((P-r)/N+r)        in bf16, too: the update makes fp32 copies
     optimizer      8((P-r)/N+r)        AdamW's two moments
     activations    bs((4L+2)(wh+4)+8+(12Lwh+4(aL+v))/N)
     L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch. Whole: norms' inputs and

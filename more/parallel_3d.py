@@ -91,7 +91,7 @@ def own_part(whole, dim, stacked, group):  # 1/t of q, of k and of v, if stacked
 def whole_of(part, dim, stacked, group):  # the inverse of own_part()
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, part, group)
-    return torch.cat([part.chunk(stacked, dim)[i] for i in range(stacked) for part in parts], dim)
+    return torch.cat([each.chunk(stacked, dim)[i] for i in range(stacked) for each in parts], dim)
 
 
 def receive(message, sender, group=None):

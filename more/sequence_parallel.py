@@ -162,7 +162,7 @@ def own_part(whole, dim, stacked):  # 1/N of q, of k and of v, if stacked: those
 def whole_of(part, dim, stacked):  # the inverse of own_part()
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part)
-    return torch.cat([part.chunk(stacked, dim)[i] for i in range(stacked) for part in parts], dim)
+    return torch.cat([each.chunk(stacked, dim)[i] for i in range(stacked) for each in parts], dim)
 
 
 def train(config):

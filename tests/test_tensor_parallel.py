@@ -198,7 +198,7 @@ MUTANTS = [
      check_model, "another token's row leaks"),
     ('"qkv.weight": (0, 3)', '"qkv.weight": (0, 1)', check_parity, "losses differ"),
     ("in whole.chunk(stacked, dim)", "in whole.chunk(1, dim)", check_parts, "another part"),
-    ("for i in range(stacked) for each in parts", "for part in parts for i in range(stacked)", check_parts,
+    ("for i in range(stacked) for each in parts", "for each in parts for i in range(stacked)", check_parts,
      "not the whole"),
     ("self.heads //= dist.get_world_size()", "pass", check_model, "not the logits"),
     ("self.proj.weight)) + self.proj.bias", "self.proj.weight, self.proj.bias))", check_model,
