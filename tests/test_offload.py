@@ -58,7 +58,7 @@ MUTANTS = [
     ("            param.grad = None\n", "            pass\n", naive, "differ"),
     ("self.staging.copy_(self.shard.detach())", "pass", check_parity, "losses differ"),
     ("self.own.copy_(self.staging, non_blocking=True)", "pass", check_parity, "losses differ"),
-    ('"cpu", wide(self.dtype), copy=True', "wide(self.dtype)", check_ledger, "host: -"),
+    ('"cpu", wide(self.dtype), copy=True', "wide(self.dtype)", check_ledger, "optimizer: +"),
     ("wide(self.dtype), copy", "self.dtype, copy", check_masters, "moved by"),
     ("unit.finish_gather())\n", "None)\n", check_timeline, "another order"),
     (IN_TURN, "".join(IN_TURN.splitlines(True)[::-1]), check_timeline, "another order"),
