@@ -16,6 +16,7 @@ the lessons as they are: play with a copy.
 import argparse
 import ast
 import functools
+import importlib.util
 import json
 import os
 import random
@@ -129,13 +130,13 @@ def write(name):
     """Write an exercise's file, and say what to do."""
     lesson, _, text, what = made(name)
     path = EXERCISES / f"{name}.py"
+    if isinstance(what, Slip):
+        import promises  # which needs torch, so run() may begin again: before the file is written
     if path.exists():
         refuse(f"exercises/{name}.py: exists; delete it to begin anew")
     EXERCISES.mkdir(exist_ok=True)
     path.write_text(text)
     if isinstance(what, Slip):
-        import promises
-
         print(f"{lesson}.py, with a slip. What shows, after some seconds:", flush=True)
         say(promises.symptom_of(str(path), lesson))
     else:
@@ -145,6 +146,8 @@ def write(name):
             say(f"The naive version ({special(lesson, 'NAIVE')}) is above. Yours holds, sends or waits less.")
     command = special(lesson, "RUN", "torchrun LESSON").replace("LESSON", f"exercises/{name}.py")
     command = command.replace("torchrun", "python -m torch.distributed.run --nproc_per_node=2")
+    if not importlib.util.find_spec("torch"):
+        command = f".venv/bin/{command}"
     say(f"Edit exercises/{name}.py, then: python learn.py check {name}")
     print(f"To see what it prints: {re.sub(r' N$', ' 2', command)} --steps 3")
 
@@ -186,22 +189,27 @@ def check(name):
     read_progress()  # or say now that it is damaged
     import promises
 
-    print(f"Ten seconds, or some more; a run that hangs is stopped after {promises.SECONDS}.", flush=True)
+    print("Ten seconds to two minutes.", flush=True)
+    where, kept = "", 0
     for promise, problem in promises.promises(str(path), lesson):
-        print(f"{'no: ' if problem else 'yes:'} {promise}", flush=True)
+        if not promise.startswith(f"{where}:"):
+            if kept:
+                print(f"yes: {where}, {kept} promises", flush=True)
+            where, kept = promise.partition(":")[0], 0
         if problem:
+            print(f"no:  {promise}")
             say(f"     {problem}")
             print(f"Not yet. Next: python learn.py hint {name}")
             sys.exit(1)
+        kept += 1
+    print(f"yes: {where}, {kept} promises")
     note(name, "done")
     print("Done.")
     if isinstance(what, Slip):
         show(name)
         say(f"{what.why} To find it: {what.how}\nNext: python learn.py bug")
     else:
-        print(
-            f"Next: python learn.py show {name} has the lesson's own lines; python learn.py, what comes then"
-        )
+        print(f"The lesson's own lines: python learn.py show {name}\nNext: python learn.py")
 
 
 def give_hint(name):
@@ -218,7 +226,8 @@ def give_hint(name):
         note(name, given := given + 1)
     for number, text in enumerate(hints if given == "done" else hints[:given], 1):
         say(f"{number}. {text}")
-    print(f"Next: python learn.py hint {name}, or, for the lesson's own lines, show {name}")
+    more = f"hint {name}, or " * (given != "done" and given < len(hints))
+    print(f"Next: python learn.py {more}show {name}, which has the lesson's own lines")
 
 
 def on_track(track):

@@ -198,7 +198,7 @@ class Race:
 
     def compare(self, titles, folder):
         """End all if weights differ after three steps. Returns the largest root mean square difference."""
-        if special(self.lesson.__name__, "OTHER"):  # its naive version trains otherwise
+        if special(self.lesson.__name__, "OTHER"):  # it, or its naive version, trains otherwise
             return math.nan
         expected, worst = self.weights(titles[0], folder), 0.0
         for title in titles[1:]:

@@ -27,6 +27,7 @@ WORLDS = {
     "collectives": (4, "", ""),
     "dp_threads": (1, "--replicas 2", ""),
     "dp_async": (2, "--workers 2 --steps 9", ""),
+    "uneven": (2, "", "--naive"),
     "diloco": (2, "--steps 5", "--inner-steps 0"),
     "hsdp": (4, "--accum 2", ""),
     "fsdp_tp": (4, "", ""),
@@ -70,7 +71,7 @@ def ratios(times, other):
 def rows_of(name, options):
     """(the row of what the idea buys, or None; [(ratio on one host, row) of each peer])."""
     ranks, more, naive = WORLDS.get(name, (2, "", ""))
-    naive = naive or special(name, "NAIVE") or special(name, "OTHER")
+    naive = naive or special(name, "NAIVE")
     flags = [*options.flags, *more.split()]
     here = vars(options) | {"ranks": ranks, "flags": flags, "also": [naive.split()] * bool(naive)}
     found = []

@@ -45,7 +45,7 @@ FIELDS = {
     "worlds": (1, 2, 3, 4),  # its numbers of ranks
     "flags": "",  # a shape that all of its worlds can split
     "variants": (),  # flags of its own that change no number
-    "own": {},  # {flag: (good values, odd ones)}
+    "own": {},  # {flag: (values that change no number, odd ones)}
     "bad": (),  # flags that it must refuse
     "norms": True,  # whether it prints single.py's
     "slack": None,  # (root, block, ranks, flags) -> elements of gradients that may be missing, or too many

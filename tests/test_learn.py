@@ -143,7 +143,9 @@ def test_an_exercise_from_path_to_done(folder):
     promises.run.cache_clear()
     (folder / f"{name}.py").write_text(learn.made(name)[1])
     out, *_ = said(lambda: learn.check(name))
-    assert "Done.\nNext: python learn.py show" in out and learn.read_progress() == {name: "done"}, out
+    assert "Done.\nThe lesson's own lines: python learn.py show" in out and learn.read_progress() == {
+        name: "done"
+    }, out
     out, *_ = said(lambda: learn.list_path("all"))
     assert f"done {name} " in out and "Next: python learn.py fill collectives-real" in out, out
 

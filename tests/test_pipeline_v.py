@@ -21,7 +21,7 @@ from tests.test_zero_bubble import check_freed
 
 NAIVE = "--schedule gpipe"
 WITH = "--layers 4 --accum 4"
-LEARN = "torchrun LESSON --dtype bf16; torchrun LESSON --schedule interleaved"
+LEARN = "torchrun LESSON --dtype bf16; torchrun LESSON --schedule interleaved; torchrun LESSON --accum 2"
 ALL = "zb-v", "interleaved", "gpipe"
 LESSON = Lesson(
     worlds=(1, 2, 3),  # which TINY's three layers are enough for

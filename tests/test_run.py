@@ -172,7 +172,7 @@ def test_what_it_started_ends_with_it(number, to_all, start, tmp_path):
 @pytest.mark.parametrize("arguments, settings, told", [
     ("ddp", {"NPROC": "1.5"}, "NPROC='1.5': must be a number of ranks"),
     ("ddp", {"NPROC": " 2"}, "NPROC=' 2': must be a number of ranks"),
-    ("zero4", {}, "no lesson 'zero4'; choose from: single "),
+    ("zero4", {}, "no lesson 'zero4'; README's table has: single "),
 ])  # fmt: skip
 def test_run_sh_refuses_in_one_line(arguments, settings, told, start):
     run = start(*arguments.split(), **settings)

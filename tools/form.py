@@ -1,8 +1,8 @@
 """The form of the house: lines beside what they may be. `./run.sh lint` runs it; ends with 1 if one is red.
 
-Red: a lesson above 400 lines, all above 22,000 (what lessons share is counted once), a line above 110
-columns, a lesson that lacks one of its places, a mutant or slip that quotes a comment, a docstring or a blank
-line. All else is a goal.
+Red: a lesson above 400 lines, all above 22,000 (what lessons share is counted once; 250 more for each lesson
+beyond thirty), a line above 110 columns, a lesson that lacks one of its places, a mutant or slip that quotes
+a comment, a docstring or a blank line. All else is a goal.
 
 python tools/form.py copy writes what lessons share, as single.py has it, into all of them."""
 
@@ -132,11 +132,11 @@ def main():
     for name, (patterns, goal) in FOLDERS.items():
         files = of_lessons if name == "lessons" else tracked(*patterns.split())
         print(f"{name:<24}{sum(map(lines_of, filter(Path.exists, files))):>8,}{goal:>8,}")
-    all_lines = sum(map(lines_of, tracked()))
+    all_lines, limit = sum(map(lines_of, tracked())), ALL_LINES + 250 * max(0, len(lessons()) - 30)
     print(f"{'all':<24}{all_lines:>8,}")
-    print(f"{'but copies':<24}{all_lines - copies:>8,}{ALL_LINES:>8,}")
-    if all_lines - copies > ALL_LINES:
-        red.append(f"all: {all_lines - copies} lines without copies, at most {ALL_LINES}")
+    print(f"{'but copies':<24}{all_lines - copies:>8,}{limit:>8,}")
+    if all_lines - copies > limit:
+        red.append(f"all: {all_lines - copies} lines without copies, at most {limit}: delete something")
     for path in tracked():
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if len(line) > COLUMNS and path.suffix in (".py", ".sh"):

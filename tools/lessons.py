@@ -22,9 +22,9 @@ def special(name, constant, default=""):
     """What tests/test_NAME.py sets a constant to, in one line, or the default.
 
     RUN (torchrun LESSON): its command, of N ranks. PLAIN (single): what it equals on one rank.
-    BEFORE: a command that runs before. NAIVE: the flags of its naive version. OTHER: flags with which it
-    trains otherwise, by design. FILM: those with which a step of it is filmed. WITH, SLACK, LEARN and NORMS
-    are for learn.py: see tools/promises.py."""
+    BEFORE: a command that runs before. NAIVE: the flags of its naive version, which equals it. OTHER: flags,
+    after those of RUN, with which it trains otherwise, by design. FILM: those with which step 2 is filmed.
+    WITH, SLACK, LEARN and NORMS are for learn.py: see tools/promises.py."""
     tests = ROOT / "tests" / f"test_{name}.py"
     line = tests.exists() and re.search(rf'^{constant} = "(.*)"$', tests.read_text(), re.M)
     return line[1] if line else default

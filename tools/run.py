@@ -157,7 +157,7 @@ def prepare():
 def main(names):
     names = [name.removesuffix(".py") for name in names] or list(lessons())
     if unknown := [name for name in names if name not in lessons()]:
-        sys.exit(f"run.sh: no lesson '{unknown[0]}'; choose from: {' '.join(lessons())}")
+        sys.exit(f"run.sh: no lesson '{unknown[0]}'; README's table has: {' '.join(lessons())}")
     for number in signal.SIGTERM, signal.SIGHUP:
         signal.signal(number, lambda *_: sys.exit(1))
     limit = os.environ.get("LIMIT")
