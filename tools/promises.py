@@ -231,7 +231,7 @@ def beside(where, lesson, found, expected, tolerance):
     if not problem and len(found["printed"]) == len(expected["printed"]):  # also of ranks that only serve
         pairs, most = zip(found["printed"], expected["printed"]), 5 * tolerance + 2e-4
         problem = next((f"{own}, not {right}" for own, right in pairs if not abs(own - right) < most), None)
-    yield f"{where}: all that it prints is the lesson's", problem
+    yield f"{where}: losses, and all that it prints, are the lesson's", problem
     slack = float(special(lesson, "SLACK", "1.25"))
     limits = {"bytes sent": (1.1, 1000), "messages sent": (1.5, 2), "bytes held": (slack, 0)}  # times, plus
     for (what, (times, more)), column in zip(limits.items(), ("wire", "calls", "measured")):
