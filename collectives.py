@@ -95,7 +95,7 @@ def ring_all_reduce(x):
     chunks = x.view(-1).tensor_split(N)  # views of x
     # On rank 3 of 4 these are chunks 2, 1, 0, 3, 2, 1, 0; on rank 2, its left, chunks 1, 0, 3, 2, 1, 0, 3.
     passing = [chunks[(rank - i) % N] for i in range(1, 2 * N)]
-    # A round sends passing[i], and gets passing[i + 1]: the same chunk as the left one's passing[i]. Both
+    # The left one's passing[i] is this rank's passing[i + 1]: a round sends the one, and gets the other. Both
     # start together: if each rank first waited for its send to end, perhaps none would receive.
     for i in range(N - 1):  # reduce-scatter
         received = torch.empty_like(passing[i + 1])

@@ -98,7 +98,7 @@ def pipelined(stage, batch, message, ops, groups):
             output.backward(None if stage.is_last else receive(message, stage.next, groups["B"]))
             if not stage.is_first:
                 sends.append(dist.isend(x.grad, stage.previous, groups["B"]))
-        if len(sends) > 1:  # wait() frees what was sent; with 0 in place of 1, neighbours wait for each other
+        if len(sends) > 1:  # not the newest: the neighbour may be sending, too, and both would wait
             sends.pop(0).wait()
     for send in sends:
         send.wait()

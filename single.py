@@ -67,7 +67,7 @@ def train(config):
             loss = mean_loss(model(inputs), targets) / config.accum
             loss.backward()  # adds to the gradients of earlier microbatches
             total_loss += loss.detach()
-        # Not inside of the clipping, as in other lessons ranks add up their squares in between.
+        # Computed apart from the clipping: in other lessons ranks first add up the squares.
         norm = squared_norm([param.grad for param in params]).sqrt()
         nn.utils.clip_grads_with_norm_(params, config.clip, norm)
         optimizer.step()  # which sets the gradients to None, too

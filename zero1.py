@@ -16,8 +16,8 @@ Timeline (two blocks; 0 is the root: all outside of blocks; gathers bring what t
 Memory (bytes on each of N ranks; P parameters, U in a block, E outside of all blocks)
     parameters    wP                       w = 4 in fp32, 2 in bf16
     parameters    +4P/N                    with --dtype bf16: fp32 shards
-    gradients     w(P+E+U)                 all; E: the head is the embedding, whose two gradients meet; a copy
-    gradients     4P/N+w(E+U+max(E,U))     with --accum 1: as in zero2.py
+    gradients     w(P+E+U)                 all; the head's, until the embedding's; a block's copy
+    gradients     4P/N+w(E+U+max(E,U))     with --accum 1: then most are sent before all are there
     gradients     w(P+max(E,U))            with --naive
     optimizer     8P/N                     AdamW's two moments
 
@@ -145,7 +145,7 @@ class ZeRO1(nn.Module):
         if not self.is_last_backward:
             return
         unit.missing -= 1
-        # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
+        # Collectives of all ranks must come in one order. They do: a block's backward needs the next one's.
         if unit.missing == 0:
             unit.missing = len(unit.params)
             # Finish the previous unit's, which travelled meanwhile: that frees them before more are copied.

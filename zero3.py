@@ -178,7 +178,7 @@ class ZeRO3(nn.Module):
 
     def gradient_ready(self, unit):
         unit.missing -= 1
-        # Collectives of all ranks must come in one order. They do, as backward goes through the same blocks.
+        # Collectives of all ranks must come in one order. They do: a block's backward needs the next one's.
         if unit.missing == 0:
             unit.missing = len(unit.params)
             # Finish the previous unit's, which travelled meanwhile: that frees them before more are copied.

@@ -133,7 +133,10 @@ def rows_of(folder, name, single, split):
             difference, verdict = compare(run, plain, split)
             if kind == "other":
                 verdict = "FAILED: does not differ" if verdict == "same" else expected
-            yield line(f"  {flags}", run[0], f"{difference:.1e}", verdict), verdict == expected
+            passed = verdict == expected
+            if kind == "other" and not passed and run[0]["dtype"] == "bf16":
+                verdict, passed = "not compared: bf16 rounds as much as this differs", None
+            yield line(f"  {flags}", run[0], f"{difference:.1e}", verdict), passed
 
 
 def row_of_split(name, plain, split):
