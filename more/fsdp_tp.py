@@ -46,7 +46,7 @@ FLAGS = {"tp": 0, "naive": False}
 # Before torch 2.13 these had other names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-UNIT_OF = {}  # {storage of gathered weights: its unit}
+UNIT_OF = {}  # {memory of gathered weights: its unit}; a view has the same storage
 MESH = {}  # this rank's groups, see train()
 # What is split in a row: (its dimension, how many matrices are stacked along that).
 SPLIT = {"qkv.weight": (0, 3), "qkv.bias": (0, 3), "proj.weight": (1, 1)}

@@ -46,7 +46,7 @@ FLAGS = {"naive": False, "shard": 0}
 # Before torch 2.13 these had other names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-UNIT_OF = {}  # {storage of gathered weights: its unit}
+UNIT_OF = {}  # {memory of gathered weights: its unit}; a view has the same storage
 
 
 class Unit:
@@ -162,11 +162,11 @@ class HSDP(nn.Module):
         unit.finish_gather()
 
     def end_forward(self, unit, output):
-        # Backward begins with the last units: keep them. In backward (checkpoints run forward again), too.
+        # Backward begins with the last units: keep them; and all, when a checkpoint runs forward again in it.
         if self.direction == 1 and unit not in self.units[-2:]:
             unit.free()
         if output.requires_grad:
-            # When backward comes to this block. (restore() gathers, too, but checkpoints save no weights.)
+            # When backward comes to this block. (restore() gathers, too, but not in a checkpoint's backward.)
             output.register_hook(lambda grad: self.gather(unit))
 
     def note(self, tensor):
