@@ -32,7 +32,6 @@ def printed(command):
 
 def again(figure):
     print(figure[1], flush=True)
-    commit = printed("git describe --always --dirty")
     started = time.monotonic()
     output = printed(figure[1])
     took = f"{(time.monotonic() - started) / 60:.1f} minutes"
@@ -41,6 +40,7 @@ def again(figure):
     return f"`{figure[1]}` | {datetime.date.today()}, {commit}, {machine}, {took}\n\n```\n{output}\n```"
 
 
+commit = printed("git describe --always --dirty")  # before pages change
 for page in sys.argv[1:] or PAGES:
     path = ROOT / f"docs/results/{page}.md"
     path.write_text(FIGURE.sub(again, path.read_text()))
