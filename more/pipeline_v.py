@@ -148,7 +148,8 @@ class SplitLinear(nn.Module):
 
     def forward(self, x):
         output = F.linear(x, self.weight.detach(), self.bias)  # so B computes no gradient of the weight
-        output.register_hook(lambda grad: self.factors.append((x.detach(), grad)))
+        if output.requires_grad:  # not under no_grad()
+            output.register_hook(lambda grad: self.factors.append((x.detach(), grad)))
         return output
 
     def weight_gradient(self):

@@ -17,7 +17,7 @@ from tests.checks import EXACT, check_ledger, check_parity
 from tests.gpu import check_gpu
 from tests.harness import Lesson, holds, load, mutants, on_ranks
 from tests.test_pipeline import SMALL, check_sends, check_stages, in_flight, play, schedule_of
-from tests.test_zero_bubble import check_freed
+from tests.test_zero_bubble import check_evaluation, check_freed
 
 NAIVE = "--schedule gpipe"
 WITH = "--layers 4 --accum 4"
@@ -176,6 +176,7 @@ def test_the_docstrings_diagram_is_the_schedule():
 sends = partial(check_sends, schedule="zb-v", limit=4)
 freed = partial(check_freed, expected=16)
 CHECKS = check_schedules, check_bubbles, check_order, check_steps, check_held, check_stages, sends, freed
+CHECKS += (check_evaluation,)
 test_each_promise_is_kept = holds("pipeline_v", *CHECKS)
 parity = partial(check_parity, size=3, flags="--accum 6 --layers 5")
 ring = partial(parity, own_flags="--schedule interleaved")

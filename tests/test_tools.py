@@ -128,6 +128,14 @@ def test_json_has_no_nan(tmp_path):
     assert json.loads(written, parse_constant=pytest.fail)["losses"][-1] == "nan"
 
 
+def test_a_run_that_diverged_is_a_row(tmp_path):
+    made = {"dtype": "fp32", "losses": ["nan"], "world_size": 1, "held": {}, "sent": {}, "step_ms": [1.0]}
+    for name in "single", "ddp":
+        (tmp_path / f"{name}.json").write_text(json.dumps(made))
+        torch.save({"w": torch.ones(2)}, tmp_path / f"{name}.pt")
+    assert "losses differ" in said(lambda: load("tools/compare").main(tmp_path, ["ddp"]))[0]
+
+
 def test_a_finished_checkpoint_leaves_nothing_to_watch(tmp_path):
     command = f"more/resume.py {EVEN} --every 1 --checkpoint {tmp_path}/c"
     assert world(1).run(run_main, command)[0][2] == 0

@@ -14,7 +14,7 @@ from formulas import evaluate
 from tests import gpu
 from tests.checks import EXACT, check_ledger, check_parity
 from tests.gpu import check_gpu
-from tests.harness import Lesson, apart, holds, load, mutants, on_ranks
+from tests.harness import Lesson, apart, error_of, holds, load, mutants, on_ranks
 from tests.test_pipeline import SMALL, check_bubbles, check_sends, in_flight, orders, play, re, schedule_of
 
 NAIVE = "--schedule 1f1b"
@@ -117,10 +117,19 @@ def test_every_schedule_comes_to_single_pys_numbers_and_sends_what_it_says(size,
 
 
 sends = partial(check_sends, schedule="zb-h2", limit=4)
-CHECKS = check_schedules, check_bubbles, check_split, check_held, check_freed, sends
+
+
+def check_evaluation(name):
+    split = load(name).SplitLinear(nn.Linear(5, 7))
+    with torch.no_grad():
+        assert error_of(lambda: split(torch.ones(2, 5))) == "nothing", "no evaluation"
+
+
+CHECKS = check_evaluation, check_schedules, check_bubbles, check_split, check_held, check_freed, sends
 test_each_promise_is_kept = holds("zero_bubble", *CHECKS)
 parity = partial(check_parity, size=3)
 MUTANTS = [
+    ("if output.requires_grad:", "if True:", check_evaluation, "no evaluation"),
     ("min(k, world_size - rank)", "min(k, world_size - rank + 1)", check_schedules, "1f1b: 2 in flight"),
     ('"zb-h2": 2', '"zb-h2": 3', check_schedules, "zb-h2: 4 in flight"),
     ('"zb-h2": 2', '"zb-h2": 1', check_bubbles, "zb-h2: not the published rate"),

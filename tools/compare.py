@@ -56,7 +56,7 @@ def line(name, result, difference, verdict):
     held = [megabytes(rows, "measured") for rows in held]
     sent = megabytes(result["sent"].values(), "wire")
     ms = "-" if result.get("shares_gpu") else f"{statistics.median(result['step_ms']):.1f}"
-    loss = f"{result['losses'][-1]:.4f}"
+    loss = f"{float(result['losses'][-1]):.4f}"  # of a run that diverged it is text
     return COLUMNS.format(name, result["world_size"], loss, difference, *held, sent, ms, verdict)
 
 
@@ -87,7 +87,7 @@ def differences(run, plain):
     """(largest difference of a loss, root mean square difference of all weights)."""
     (result, weights), (plain_result, plain_weights) = run, plain
     pairs = zip(reversed(result["losses"]), reversed(plain_result["losses"]))  # resume.py has the last ones
-    losses = torch.tensor([abs(own - other) for own, other in pairs] or [math.nan])
+    losses = torch.tensor([abs(float(own) - float(other)) for own, other in pairs] or [math.nan])
     pieces = [(weights[key].double() - plain_weights[key].double()).flatten() for key in weights]
     return losses.max().item(), torch.cat(pieces).square().mean().sqrt().item()
 
