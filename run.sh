@@ -6,7 +6,7 @@
 # ./run.sh fuzz [SEED] [N] N runs with random flags, good and odd; deaths and answers that the tests sample
 # ./run.sh lint            ruff, and each lesson and folder beside its number of lines
 # ./run.sh site            the lessons as pages, with films, in docs/site
-# ./run.sh figures [PAGE]  the commands of docs/results again, with what they print (root, Linux; 40 minutes)
+# ./run.sh figures [PAGE]  the commands of docs/results again, with what they print (root, Linux; 45 minutes)
 # ./run.sh gpu [...]       for whoever has GPUs: half an hour, runs/gpu.md (--rehearse: on a CPU, toy sizes)
 #
 # NPROC=2 ./run.sh         ranks (default: the GPUs, or 4 without any)

@@ -1,7 +1,7 @@
 """Run the commands of docs/results again, and put what they print in its place: ./run.sh figures [PAGE ...]
 
 A figure: a line with its `command` | date, commit, machine; an empty line; and, between ```, what it printed.
-Pages of GPUs and of other machines are not among them. As root on Linux, on a quiet machine; 40 minutes.
+Pages of GPUs and of other machines are not among them. As root on Linux, on a quiet machine; 45 minutes.
 """
 
 import datetime
