@@ -148,6 +148,16 @@ def test_readmes_first_table_is_that_of_a_whole_run():
         lesson, _, naive = name.partition(" ")
         pattern = rf"^{lesson}  .*\n  {naive} .*" if naive else rf"^{lesson}  .*"
         line = re.search(pattern, run, re.M)[0].splitlines()[-1]
-        _, _, loss, _, weights, gradients, optimizer, _, sent, ms, *_ = re.split(r" {2,}", line.strip())
+        _, _, loss, _, weights, gradients, optimizer, _, sent, *_ = re.split(r" {2,}", line.strip())
         held = [cell.split(" / ")[0] for cell in (weights, gradients, optimizer, sent)]
-        assert numbers.split() == [loss, *held, ms], name
+        assert numbers.split() == [loss, *held], name
+
+
+def test_readmes_second_table_is_speed_mds():
+    speed = (ROOT / "docs/results/speed.md").read_text()
+    rows = re.findall(r"^\| `(?:more/)?(\w+)\.py` \| (?:.+?) \| (.* → .*) \|$", README, re.M)
+    assert len(rows) == 10
+    for name, cells in rows:
+        printed = re.findall(r"([\d.]+) -> ([\d.]+)", re.search(rf"^{name}  .*->.*", speed, re.M)[0])
+        rounded = [" → ".join(f"{float(number):.0f}" for number in pair) for pair in printed]
+        assert cells.split(" | ") == rounded, name
