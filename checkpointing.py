@@ -6,7 +6,7 @@ Idea
     again.
 
     naive, full: each block is a checkpoint. Backward takes twice as long as forward, so one more forward
-    makes a step a third longer. (arXiv 1604.06174) full stops before the last linear layer: 2/9 longer.
+    makes a step a third longer. (arXiv 1604.06174) In full, the last linear layer is not run again: 2/9.
     selective: linear layers take most of that time, but their backward needs only their inputs. So a
     checkpoint is something cheap (a norm, attention, GELU) and the linear layer that gets its output. This
     is recomputed, not saved, and the linear layer does not run again. (after arXiv 2205.05198, section 5)

@@ -32,7 +32,7 @@ Timeline (the ring on rank 3, the last of 4. Rank r has r+1 times 1, 10, 100, 10
 Memory (bytes on each of N ranks; P parameters)
     parameters    wP        w = 4 in fp32, 2 in bf16
     parameters    +4P       with --dtype bf16: master weights
-    gradients     4P        also in bf16; and what is being received, a chunk, or naive, a tensor
+    gradients     4P        also in bf16; plus what is received, a chunk (naive: a tensor)
     optimizer     8P        AdamW's two moments
 
 Sent (bytes, by a rank in each step, for all gradients)
@@ -93,10 +93,10 @@ def ring_all_reduce(x):
     rank, N = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % N, (rank + 1) % N
     chunks = x.view(-1).tensor_split(N)  # views of x
-    # On rank 3 of 4 these are chunks 2, 1, 0, 3, 2, 1, 0; on rank 2, its left, chunks 1, 0, 3, 2, 1, 0, 3.
+    # On rank 3 of 4 these are chunks 2, 1, 0, 3, 2, 1, 0; on rank 2, to its left, chunks 1, 0, 3, 2, 1, 0, 3.
     passing = [chunks[(rank - i) % N] for i in range(1, 2 * N)]
-    # The left one's passing[i] is this rank's passing[i + 1]: a round sends the one, and gets the other. Both
-    # start together: if each rank first waited for its send to end, perhaps none would receive.
+    # The left neighbour's passing[i] is this rank's passing[i + 1]. So a round sends passing[i], and gets
+    # passing[i + 1]. Both start together: if each rank first waited for its send to end, none might receive.
     for i in range(N - 1):  # reduce-scatter
         received = torch.empty_like(passing[i + 1])
         exchange((dist.isend, passing[i], right), (dist.irecv, received, left))

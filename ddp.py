@@ -16,7 +16,7 @@ Timeline (four layers, a bucket for each)
 Memory (bytes on each of N ranks; P parameters)
     parameters    wP               w = 4 in fp32, 2 in bf16
     parameters    +4P              with --dtype bf16: master weights
-    gradients     (4+w/B)P         about; fp32 in the update; w/B: a bucket's copy (--buckets B)
+    gradients     (4+w/B)P         fp32 in the update; w/B: about a bucket's copy, B = --buckets
     gradients     4P               with --naive
     optimizer     8P               AdamW's two moments
 
@@ -111,7 +111,7 @@ class DDP(nn.Module):
             return
         bucket.missing -= 1
         # Rank 0 must not send bucket 1 while rank 1 sends bucket 2: one would be added to the other. Autograd
-        # does not promise that buckets are complete in one order on all ranks. So each bucket waits.
+        # does not promise that buckets are complete in one order on all ranks. So each waits for its turn.
         while self.n_sent < len(self.buckets) and self.buckets[self.n_sent].missing == 0:
             self.buckets[self.n_sent].start_all_reduce()
             self.n_sent += 1

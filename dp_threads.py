@@ -62,7 +62,7 @@ def naive(module, devices, inputs):
 
 # Backward needs no code here: autograd takes the gradients back to the weights of device 0, and adds them up.
 # But devices take turns: each forward begins when the one before it has ended. So below each device has its
-# own thread, and its own module, the replica, as one module cannot have other weights in each thread.
+# own thread, and its own module, the replica, as threads cannot give one module different weights.
 
 
 class DP:
@@ -86,7 +86,7 @@ class DP:
     def forward(self, inputs):
         """Returns all outputs, on device 0: a leaf, where loss.backward() ends, and backward() goes on."""
         shares = self.parallel_apply(send, inputs.tensor_split(len(self.devices)), self.devices)  # scatter
-        for param, copied in self.copies:  # replicate (once a step is enough; DataParallel does it here)
+        for param, copied in self.copies:  # replicate (once a step would do; DataParallel does it here, too)
             copied.data.copy_(param.data)
         self.outputs = self.parallel_apply(lambda replica, share: replica(share), self.replicas, shares)
         return torch.cat([send(output, self.devices[0]) for output in self.outputs]).requires_grad_()

@@ -154,7 +154,7 @@ class ZeRO3(nn.Module):
         unit.finish_gather()
 
     def end_forward(self, unit, output):
-        # Backward begins with the last units: keep them; and all, when a checkpoint runs forward again in it.
+        # Backward begins with the last units: keep them. In backward keep all: checkpoints run forward in it.
         if self.direction == 1 and unit not in self.units[-1 - self.prefetch :]:
             unit.free()
         if output.requires_grad:

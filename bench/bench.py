@@ -155,7 +155,7 @@ class Race:
     """The contenders of one lesson on this rank. ours: {title: (lesson, flags)}; peers: {title: build}."""
 
     def __init__(self, name, options, flags):
-        """options.also: flags, lessons or commits that also run. options.peer: words of a peer's title."""
+        """options.also: flags, lessons or commits that also run."""
         self.rounds = getattr(options, "rounds", 0)
         self.lesson = load(name)
         self.config = self.lesson.parse(flags)
@@ -167,13 +167,13 @@ class Race:
         for words in options.also:
             first, *more = words
             other, commit = first.removesuffix(".py"), None
-            if other not in lessons():
-                commit = None if first.startswith("-") else first
-                other, more = name, words if not commit else more
+            if first.startswith("-"):
+                other, more = name, words
+            elif other not in lessons():
+                other, commit = name, first
             title = " ".join([f"{other}.py", *["of", commit] * bool(commit), *more])
             self.ours[title] = other, [*flags, *more], commit
-        peers = PEERS.get(name, {}).items()
-        self.peers = {title: build for title, build in peers if options.peer in title}
+        self.peers = PEERS.get(name, {})
         if not hasattr(self.config, "experts"):  # which get the tokens of all ranks
             self.peers = {ALONE: alone} | self.peers
 
@@ -286,7 +286,7 @@ def run_to_its_end(command, **options):
 def launch(name, options):
     """What rank 0 of a fresh set of processes wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        own = [f"--rounds={options.rounds}", f"--peer={options.peer}", "--out", f"{folder}/out.json"]
+        own = [f"--rounds={options.rounds}", "--out", f"{folder}/out.json"]
         own += [f"--also={shlex.join(words)}" for words in options.also]
         if options.hosts > 1:
             start = [f"{ROOT}/bench/hosts.sh", f"{options.hosts}", options.rate]
@@ -348,7 +348,6 @@ def parse(words):
     parser.add_argument("--rate", default="1gbit", help="of each host's link: 1gbit, 100mbit ...")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
     parser.add_argument("--also", action="append", default=[], type=shlex.split, metavar="FLAGS")
-    parser.add_argument("--peer", default="", help="only peers whose title has these words (none: no peer)")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args(words[count:])
     known = lessons()
@@ -357,6 +356,11 @@ def parse(words):
     for name in options.lessons:
         if name not in known:
             refuse(f"{name}: no such lesson; choose from: {', '.join(known)}")
+    for first, *_ in options.also:
+        is_known = first.startswith("-") or first.removesuffix(".py") in known
+        git = ["git", "rev-parse", "--verify", "--quiet", f"{first}^{{commit}}"]
+        if not is_known and subprocess.run(git, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
+            refuse(f"--also {first}: must be flags, a lesson or a commit")
     options.ranks = max(2, options.hosts) if options.ranks is None else options.ranks
     if min(options.rounds, options.ranks, options.hosts) < 1 or options.ranks % options.hosts:
         refuse("--rounds, --ranks and --hosts: must be 1 or more, --ranks a multiple of --hosts")

@@ -30,7 +30,8 @@ def printed(command):
     return done.stdout.strip("\n")
 
 
-def again(figure):
+def again(figure, commit):
+    """The text of a figure, with what its command prints now."""
     print(figure[1], flush=True)
     started = time.monotonic()
     output = printed(figure[1])
@@ -40,7 +41,12 @@ def again(figure):
     return f"`{figure[1]}` | {datetime.date.today()}, {commit}, {machine}, {took}\n\n```\n{output}\n```"
 
 
-commit = printed("git describe --always --dirty")  # before pages change
-for page in sys.argv[1:] or PAGES:
-    path = ROOT / f"docs/results/{page}.md"
-    path.write_text(FIGURE.sub(again, path.read_text()))
+def main():
+    commit = printed("git describe --always --dirty")  # before pages change
+    for page in sys.argv[1:] or PAGES:
+        path = ROOT / f"docs/results/{page}.md"
+        path.write_text(FIGURE.sub(lambda figure: again(figure, commit), path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@
 # everything down however it ends.
 set -euo pipefail
 
-usage="usage: bench/hosts.sh HOSTS RATE [--ranks-per-host K] -- SCRIPT [ARGUMENT ...]"
+usage="usage: bench/hosts.sh HOSTS RATE [--ranks-per-host K] -- SCRIPT [ARGUMENT ...] (or --within COMMAND)"
 [ $# -ge 4 ] || { echo "$usage" >&2; exit 2; }
 hosts=$1 rate=$2 per_host=1
 shift 2
@@ -59,11 +59,9 @@ done
 if [ "$within" = --within ]; then
     NETNS=$name "$@" &
     children+=($!)
-    hosts_started=0
-else
-    hosts_started=$hosts
 fi
-for ((host = 0; host < hosts_started; host++)); do
+for ((host = 0; host < hosts; host++)); do
+    [ "$within" = -- ] || break
     ip netns exec "$name-$host" env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
         "$python" -m torch.distributed.run --nnodes="$hosts" --node_rank="$host" \
         --nproc_per_node="$per_host" --master_addr=10.77.0.1 --master_port=29500 "$@" &

@@ -22,30 +22,6 @@ import bench  # which finds the tools
 import run
 from lessons import path_of, special
 
-# {lesson: (ranks, flags, its naive version's)} where 2 ranks of bench.py's model do not show the idea
-WORLDS = {
-    "collectives": (4, "", ""),
-    "dp_threads": (1, "--replicas 2", ""),
-    "dp_async": (2, "--workers 2 --steps 9", ""),
-    "uneven": (2, "", "--naive"),
-    "diloco": (2, "--steps 5", "--inner-steps 0"),
-    "hsdp": (4, "--accum 2", ""),
-    "fsdp_tp": (4, "", ""),
-    "context_parallel": (4, "--layers 2 --context 1024 --batch 2", ""),
-    "expert_parallel": (4, "--layers 2", ""),
-    "expert_zero": (4, "--layers 2", ""),
-    "checkpointing": (2, "--batch 32", "--policy none"),
-    "zero_r": (4, "--batch 64 --width 128 --heads 4", ""),
-    "fusion": (2, "--layers 2 --context 1024 --batch 2", ""),
-    "pipeline": (2, "--accum 8 --batch 16", ""),
-    "zero_bubble": (2, "--accum 8 --batch 16", ""),
-    "pipeline_v": (2, "--accum 8 --batch 16", ""),
-    "parallel_3d": (8, "--batch 32 --context 64 --accum 4", ""),
-    "reshard": (4, "--steps 9", ""),
-    "resume": (2, "--steps 9 --every 1 --checkpoint runs/page", ""),
-}
-# Whose steps bench.py cannot time: their ranks or threads do different things, or they leave files behind
-ALONE = "dp_async", "reshard", "resume"
 LINE = "{:<18}{:>5}  {:<17}{:>16}{:>16}{:>22}{:>22}"
 
 
@@ -70,12 +46,13 @@ def ratios(times, other):
 
 def rows_of(name, options):
     """(the row of what the idea buys, or None; [(ratio on one host, row) of each peer])."""
-    ranks, more, naive = WORLDS.get(name, (2, "", ""))
-    naive = naive or special(name, "NAIVE")
-    flags = [*options.flags, *more.split()]
+    ranks, *more = special(name, "RACE", "2").split()
+    ranks, naive = int(ranks), special(name, "AGAINST") or special(name, "NAIVE")
+    is_alone = more[:1] == ["alone"]  # bench.py cannot time it
+    flags = [*options.flags, *more[is_alone:]]
     here = vars(options) | {"ranks": ranks, "flags": flags, "also": [naive.split()] * bool(naive)}
     found = []
-    for hosts in [] if name in ALONE or not naive else [1, 2][:ranks]:
+    for hosts in [] if is_alone or not naive else [1, 2][:ranks]:
         rows = bench.launch(name, Namespace(**here | {"hosts": hosts}))["rows"]
         found.append({title: row["times"] for title, row in rows.items()})
     row = None

@@ -38,7 +38,7 @@ Run
     torchrun --nproc_per_node=2 more/context_parallel.py    # add --kind gather, ring or ulysses
 
 Left out
-    Fast kernels (fusion.py): a ring holds a round's scores, not counted here. Documents in a sequence.
+    Fast kernels (fusion.py): a ring's scores are not counted here. Several documents in one sequence.
 """
 
 import argparse

@@ -162,7 +162,7 @@ class HSDP(nn.Module):
         unit.finish_gather()
 
     def end_forward(self, unit, output):
-        # Backward begins with the last units: keep them; and all, when a checkpoint runs forward again in it.
+        # Backward begins with the last units: keep them. In backward keep all: checkpoints run forward in it.
         if self.direction == 1 and unit not in self.units[-2:]:
             unit.free()
         if output.requires_grad:
@@ -195,7 +195,7 @@ class HSDP(nn.Module):
             unit.free()
 
     def finish_reduce_scatters(self):
-        """Called after each backward, too: the root's come last, and must not wait for the last backward."""
+        """Called after each backward, too, for the root's: else the next backward would all-reduce them."""
         for unit in self.units:
             if unit.reducing:
                 unit.finish_reduce_scatter()

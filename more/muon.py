@@ -21,7 +21,7 @@ Memory (bytes on each of N ranks; P parameters; X: the most that a rank owns; wi
     parameters    wP              w = 4 in fp32, 2 in bf16
     parameters    +4X             with --dtype bf16: master weights
     gradients     max(wP,4X)      all as computed; then the owned ones in fp32
-    optimizer     4Y              a momentum for Muon, two moments for AdamW: Y is X with AdamW's twice
+    optimizer     4Y              a momentum for Muon, two moments for AdamW: Y: X, with AdamW's counted twice
 
 Sent (bytes, by each rank in each step; the mean over ranks, as owners send more or less)
     reduce        wP(N-1)/N       without --naive

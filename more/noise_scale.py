@@ -97,8 +97,8 @@ def train(config):
         dist.all_reduce(small)
         big = squared_norm([param.grad for param in params])
         signal, noise = signal_and_noise(small, big, small_batch, config.batch)
-        # One step's estimates are far off: average both over about 20 steps before dividing. (That both
-        # begin at 0 cancels then.)
+        # One step's estimates are far off: average both over about 20 steps before dividing. (Both
+        # begin at 0, which cancels.)
         mean_signal += 0.05 * (signal - mean_signal)
         mean_noise += 0.05 * (noise - mean_noise)
         norm = big.sqrt()

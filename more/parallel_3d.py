@@ -11,7 +11,7 @@ Timeline (8 ranks, d = p = t = 2; replica 0 is ranks 0 to 3: stage 0 is 0, 1, st
       F, B      | 0-2 1-3 4-6 5-7 | sent: a stage's output to the next one, its gradient back
     2 data      | 0+4 1+5 2+6 3+7 | gradients of all parameters, after the last B
     3 tie       | 0+2 1+3 4+6 5+7 | gradients of the embedding, which is also the last stage's head
-    4 tensor, F | as above        | squares of gradients, for the norm; over F alone of what t ranks share
+    4 tensor, F | as above        | squares of gradients, for the norm; over F alone if t ranks hold the same
     5 F, data   | as above        | losses, for printing
 
 Memory (bytes; R parameters on the rank with most; activations as in pipeline.py, in part 1/t)
@@ -20,7 +20,7 @@ Memory (bytes; R parameters on the rank with most; activations as in pipeline.py
     gradients     (4+w)R    fp32 in the update; w: the copy that is sent
     optimizer     8R        AdamW's two moments
 
-Sent (bytes, by the rank that sends most of it in each step; k microbatches, each of b sequences of s tokens)
+Sent (bytes in a step of k microbatches of b sequences of s tokens; in each row, the rank that sends most)
     tensor      2kbs((4L+1)wh+12)(t-1)/t    L blocks in a stage: 4 each; the head 1; the loss 3 per token
     tensor      2kbs((4L+2)wh+12)(t-1)/t    with --pp 1: the embedding 1, on the same rank; h is the width
     pipeline    min(2,p-1)kwbsh             outputs and gradients

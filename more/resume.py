@@ -4,7 +4,7 @@ Idea
     As in zero1.py, each of N ranks updates 1/N of the weights, and holds Adam's moments only of those. Each
     writes this part to its own file, at the same time; nothing is gathered. A checkpoint is a table, with a
     column for each single weight and three rows: the weight in fp32, and Adam's two moments. A file has 1/N
-    of the columns. On M ranks, each copies what it needs from any files. (ByteCheckpoint, arXiv 2407.20143)
+    of the columns. On M ranks, each copies what it needs from all files. (ByteCheckpoint, arXiv 2407.20143)
 
     Training pauses only to copy the part in memory (and until the last save is done); a thread then writes
     the copy (CheckFreq, FAST 2021).

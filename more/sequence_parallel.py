@@ -1,8 +1,8 @@
 """Sequence parallelism: tensor parallelism that also splits norms and residual sums, by tokens.
 
 Idea
-    In tensor_parallel.py all ranks compute the same norms and residual sums, and keep norms' input. Here each
-    rank does this only for its own 1/N of each sequence. A column-parallel matrix (each rank has 1/N of its
+    In tensor_parallel.py all ranks compute the same norms and residual sums, and keep the norms' inputs. Here
+    each rank does so for its own 1/N of each sequence. A column-parallel matrix (each rank has 1/N of its
     outputs) needs all tokens, so an all-gather comes before it; after a row-parallel one (1/N of the inputs),
     a reduce-scatter gives each rank the sum for its own tokens. These two send as much as the all-reduce that
     they replace. Backward needs the gathered input again, for the weight's gradient. No rank keeps it: it is
@@ -20,7 +20,7 @@ Memory (bytes on each of N ranks; P parameters, of which r = (6L+2+s)h are repli
     activations    bs(8+((16L+2)wh+4(4L+2+aL+v))/N)
     activations    bs(8+(2L+1)wh+((14L+1)wh+4(4L+2+aL+v))/N)     with --naive
     L layers, a heads, h width, s context, v vocabulary; b sequences in a microbatch. All is split but the
-    loss's sums. In tensor_parallel.py 4L+2 of the 16L+2 are not: on 8 ranks it keeps 2.75 times as much.
+    loss's sums. tensor_parallel.py does not split 4L+2 of the 16L+2: on 8 ranks it keeps 2.75 times as much.
 
 Sent (bytes, by each rank in each step of k microbatches)
     reduce-scatter    k(4L+2)wbsh(N-1)/N    2 per block in forward, 2 in backward; embedding, head

@@ -8,7 +8,7 @@ Idea
     redo the step. So losses and weights are single.py's, whoever dies, and whenever. (Two-phase commit:
     Gray, Notes on Data Base Operating Systems, 1978)
 
-    A worker whose vote is late, by six --timeouts after the last one, is killed, and counts as dead.
+    A worker that has not voted six --timeouts after the last vote is killed, and counts as dead.
 
 Timeline (from step 3 on; v: all vote, and the launcher answers)
     worker 0, 1 | all-reduce | v | update | compute 4 | all-reduce fails | v, new group | compute 4 ...

@@ -60,7 +60,7 @@ def check_peers(run):
     """Weights are those of PyTorch's own modules, which bench/bench.py races (DeepSpeed has no fp64)."""
     name, *own = run.split()
     flags = f"{TINY} --dtype fp64 --accum 3 --clip 0.5 --lr 0.01".split()
-    bench = SimpleNamespace(also=[], peer="")
+    bench = SimpleNamespace(also=[])
     race = load("bench/bench").Race(name, bench, [*flags, *own])
     titles = [*race.ours, *(title for title in race.peers if "DeepSpeed" not in title)]
     assert len(titles) > 1, "no peer"

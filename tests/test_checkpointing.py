@@ -15,6 +15,8 @@ from tests.checks import check_ledger, check_parity
 from tests.harness import TINY, Lesson, error_of, holds, load, mutants, on_ranks, world
 
 NAIVE = "--policy naive"
+RACE = "2 --batch 32"
+AGAINST = "--policy none"
 LESSON = Lesson(
     variants=("--policy selective", "--policy naive", "--policy none"),
     own={"--policy": ("full selective naive none", "offload")},

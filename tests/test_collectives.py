@@ -13,6 +13,7 @@ from tests.gpu import check_gpu, check_order
 from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, on_ranks, said, world
 
 NAIVE = "--naive"
+RACE = "4"
 LESSON = Lesson(variants=("--naive",), races=("",))
 
 

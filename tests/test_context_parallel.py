@@ -15,6 +15,7 @@ NAIVE = "--kind gather"
 FILM = "--layers 2"
 LEARN = "torchrun LESSON --lr 10 --steps 2; torchrun LESSON --kind gather; torchrun LESSON --kind ring"
 KINDS = ("zigzag", "ring", "gather", "ulysses")
+RACE = "4 --layers 2 --context 1024 --batch 2"
 LESSON = Lesson(
     flags="--context 24",
     variants=("--kind ring", "--kind gather", "--kind ulysses"),

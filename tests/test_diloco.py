@@ -15,6 +15,8 @@ RUN = "torchrun LESSON --inner-steps 0"
 OTHER = "--inner-steps 2"
 FILM = "--inner-steps 2 --steps 4"
 LEARN = "torchrun LESSON --inner-steps 4 --steps 8"
+RACE = "2 --steps 5"
+AGAINST = "--inner-steps 0"
 LESSON = Lesson(
     own={
         "--inner-steps": ("0", "1.5 x"),

@@ -15,6 +15,7 @@ from tools.watch import noted
 
 RUN = "python LESSON --workers N"
 NAIVE = "--mode naive"
+RACE = "2 alone --workers 2 --steps 9"
 LESSON = Lesson(
     variants=("--mode naive",),
     slack=lambda root, block, size, flags: (0, root),  # a gradient that has come, and what it is cast to

@@ -14,6 +14,7 @@ from tests.harness import TINY, Lesson, apart, error_of, holds, load, mutants, o
 
 RUN = "python LESSON --replicas N"
 NAIVE = "--naive"
+RACE = "1 --replicas 2"
 LESSON = Lesson(variants=("--naive",), bad=("--replicas 0",))
 
 

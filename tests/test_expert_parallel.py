@@ -17,6 +17,7 @@ RUN = "torchrun LESSON --dtype fp64"
 PLAIN = "expert_parallel --dtype fp64 --naive"
 NAIVE = "--naive"
 FILM = "--layers 2"
+RACE = "4 --layers 2"
 LESSON = Lesson(
     flags="--experts 12",
     variants=("--naive", "--ep 1"),

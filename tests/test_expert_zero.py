@@ -19,6 +19,7 @@ RUN = "torchrun LESSON --dtype fp64"
 PLAIN = "expert_parallel --dtype fp64 --naive --balance 0"
 NAIVE = "--ep 1"
 FILM = "--layers 2"
+RACE = "4 --layers 2"
 LESSON = Lesson(
     flags="--experts 12",
     variants=("--ep 1",),

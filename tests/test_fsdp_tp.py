@@ -13,6 +13,7 @@ from tests.harness import TEXT, Lesson, apart, error_of, holds, load, mutants, o
 from tests.test_zero1 import METHODS, SITUATIONS, check_situation, noting
 
 NAIVE = "--naive"
+RACE = "4"
 LESSON = Lesson(
     variants=("--naive", "--tp 1"),
     own={"--tp": ("1 2", "-1 5 x")},

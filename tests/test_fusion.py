@@ -12,6 +12,7 @@ from tests.harness import Lesson, holds, load, mutants
 
 NAIVE = "--naive"
 LEARN = "torchrun LESSON --context 150 --batch 4 --tile 20 --chunks 5; torchrun LESSON --dtype bf16"
+RACE = "2 --layers 2 --context 1024 --batch 2"
 LESSON = Lesson(
     flags="--context 40",
     variants=("--naive", "--tile 5 --chunks 7"),

@@ -29,7 +29,7 @@ def test_bench_and_ledger_keep_a_lessons_promises_on_a_gpu(name="zero2"):
         lesson, bench.load = gpu.load_lesson(), lambda *_: gpu.load_lesson()
         config = lesson.parse(flags)
         assert ledger.result_of(lesson, config, *ledger.run(lesson, config))["device"] == "pretend"
-        race = bench.Race(name, SimpleNamespace(rounds=1, also=[], peer=""), flags)
+        race = bench.Race(name, SimpleNamespace(rounds=1, also=[]), flags)
         race.peers = {}
         assert race.enter(f"{name}.py")[1] == 9 - 4, "what was there before belongs to others"
         (row,) = race.run("")["rows"].values()

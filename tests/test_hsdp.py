@@ -13,6 +13,7 @@ from tests.test_zero1 import SITUATIONS, TIMELINES, check_situation, logged, not
 
 NAIVE = "--naive"
 FILM = "--shard 2"
+RACE = "4 --accum 2"
 LESSON = Lesson(
     variants=("--naive", "--shard 1"),
     own={"--shard": ("1", "-1 5 x")},

@@ -161,3 +161,13 @@ def test_readmes_second_table_is_speed_mds():
         printed = re.findall(r"([\d.]+) -> ([\d.]+)", re.search(rf"^{name}  .*->.*", speed, re.M)[0])
         rounded = [" → ".join(f"{float(number):.0f}" for number in pair) for pair in printed]
         assert cells.split(" | ") == rounded, name
+
+
+def test_each_figure_has_its_command_which_can_run_again():
+    figures = load("bench/figures")
+    for page in figures.PAGES:
+        text = (ROOT / f"docs/results/{page}.md").read_text()
+        blocks = len(re.findall("^```$", text, re.M)) // 2 - ("\n```\nexport " in text)
+        assert len(figures.FIGURE.findall(text)) == blocks > 0, f"{page}.md: a block without its command"
+    new = figures.again(figures.FIGURE.search("`echo 7 | cat` | then\n\n```\n6\n```"), "abc")
+    assert re.fullmatch(r"`echo 7 \| cat` \| 20.*, abc, .* minutes\n\n```\n7\n```", new), new

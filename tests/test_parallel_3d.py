@@ -15,6 +15,7 @@ from tests.harness import TINY, Lesson, error_of, holds, load, mutants, on_ranks
 
 NAIVE = "--naive"
 FILM = "--layers 2 --tp 2 --pp 2 --accum 2"
+RACE = "8 --batch 32 --context 64 --accum 4"
 LESSON = Lesson(
     variants=("--naive",),
     own={"--tp": ("1 2", "-1 5 x"), "--pp": ("1 2", "-1 5 x")},

@@ -30,6 +30,7 @@ def orders(schedules):
 NAIVE = "--schedule naive"
 WITH = "--layers 4 --accum 4"
 LEARN = "torchrun LESSON --dtype bf16; torchrun LESSON --schedule gpipe; torchrun LESSON --accum 2"
+RACE = "2 --accum 8 --batch 16"
 LESSON = Lesson(
     worlds=(1, 2, 3),  # which TINY's three layers are enough for
     flags="--layers 5",

@@ -23,6 +23,7 @@ NAIVE = "--schedule gpipe"
 WITH = "--layers 4 --accum 4"
 LEARN = "torchrun LESSON --dtype bf16; torchrun LESSON --schedule interleaved; torchrun LESSON --accum 2"
 ALL = "zb-v", "interleaved", "gpipe"
+RACE = "2 --accum 8 --batch 16"
 LESSON = Lesson(
     worlds=(1, 2, 3),  # which TINY's three layers are enough for
     flags="--layers 5",

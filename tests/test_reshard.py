@@ -23,6 +23,7 @@ def slack(root, block, size, flags):
     return 0, (root + 3 * block) / (size - size // 2)
 
 
+RACE = "4 alone --steps 9"
 LESSON = Lesson(
     flags="--vocab 257",
     variants=("--naive", "--servers 1"),

@@ -27,6 +27,7 @@ NAIVE = "--naive"
 FILM = "--checkpoint runs/films/begun"
 LEARN = "torchrun LESSON --checkpoint c --every 1 --steps 1 && torchrun LESSON --checkpoint c"
 SAVING = "--checkpoint FOLDER/RANK --every 1"
+RACE = "2 alone --steps 9 --every 1 --checkpoint runs/page"
 LESSON = Lesson(
     own={"--every": ("1 2", "0 -1 1.5 x"), "--checkpoint": ("{tmp}/c", "LICENSE")},
     slack=lambda root, block, *_: (0, root + 3 * block),  # gloo's reduce-scatter copies what it is given

@@ -7,7 +7,9 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
 
-from tests.harness import TEXT, holds, load, mutants, on_ranks, said, world
+from tests.harness import ROOT, TEXT, TINY, holds, load, mutants, on_ranks, said, world
 
 # Sizes that four ranks divide evenly.
 EVEN = f"--layers 3 --heads 4 --width 32 --context 16 --steps 2 --batch 8 --accum 2 --data {TEXT}"
@@ -202,9 +204,26 @@ BAD = {  # {command: {arguments: what the line names}}
         "tools/watch.py": "tools/watch.py: is watched by", "--json /no/x.json zero3.py": "--json /no/x.json",
         "--trace LICENSE zero3.py": "--trace LICENSE", "--film tests zero3.py": "--film tests",
     },
-    "bench/bench.py": {"nope": "nope", "--rounds 0": "--rounds", "ddp --batch x": "--batch"},
+    "bench/bench.py": {
+        "nope": "nope", "--rounds 0": "--rounds", "ddp --batch x": "--batch", "ddp --also nope": "--also",
+    },
     "tools/compare.py": {"/no/such ddp": "/no/such", "README.md": "README.md"},
 }  # fmt: skip
+
+
+@on_ranks(2)
+def check_commit(name):
+    """A lesson races with what it was in a commit, and both end in the same weights."""
+    race = load("bench/bench").Race(name, SimpleNamespace(also=[["HEAD", "--buckets", "1"]]), TINY.split())
+    titles = [*race.ours]
+    assert titles == [f"{name}.py", f"{name}.py of HEAD --buckets 1"]
+    with tempfile.TemporaryDirectory() as folder:
+        assert race.compare(titles, folder) < 1e-6
+
+
+test_a_lesson_races_with_a_commit = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")(
+    holds("ddp", check_commit)
+)
 
 
 def run_command(path, arguments):

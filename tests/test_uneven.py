@@ -12,6 +12,8 @@ from tests.harness import Lesson, apart, holds, load, mutants, on_ranks, train
 PLAIN = "uneven"
 OTHER = "--naive"
 LEARN = "torchrun LESSON --pack"
+RACE = "2"
+AGAINST = "--naive"
 LESSON = Lesson(gpu=("--pack", "--naive"))
 
 

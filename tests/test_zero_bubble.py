@@ -20,6 +20,7 @@ from tests.test_pipeline import SMALL, check_bubbles, check_sends, in_flight, or
 NAIVE = "--schedule 1f1b"
 WITH = "--layers 4 --accum 4"
 LEARN = "torchrun LESSON --dtype bf16; torchrun LESSON --schedule zb-h2"
+RACE = "2 --accum 8 --batch 16"
 LESSON = Lesson(
     worlds=(1, 2, 3),  # which TINY's three layers are enough for
     flags="--layers 5",

@@ -15,6 +15,7 @@ from tools.watch import noted
 
 SLACK = "1.05"
 NAIVE = "--policy full"
+RACE = "4 --batch 64 --width 128 --heads 4"
 LESSON = Lesson(variants=("--policy offload", "--policy full"))
 
 

@@ -24,6 +24,8 @@ def special(name, constant, default=""):
     RUN (torchrun LESSON): its command, of N ranks. PLAIN (single): what it equals on one rank.
     BEFORE: a command that runs before. NAIVE: the flags of its naive version, which equals it. OTHER: flags,
     after those of RUN, with which it trains otherwise, by design. FILM: those with which step 2 is filmed.
+    RACE: in bench/page.py, its ranks, then flags; "alone" between them if its ranks do different things or
+    leave files. AGAINST: the flags of what it races there, in place of NAIVE.
     WITH, SLACK, LEARN and NORMS are for learn.py: see tools/promises.py."""
     tests = ROOT / "tests" / f"test_{name}.py"
     line = tests.exists() and re.search(rf'^{constant} = "(.*)"$', tests.read_text(), re.M)
